@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator, default_device
 from mla_portable.contracts.rules import check_cache, check_dense, check_tensor, shape_of
 from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse
 from mla_portable.layouts import INDEX, INDEX_FP8, INDEX_HEAD_SIZE
@@ -25,6 +26,7 @@ __all__ = [
     "fp8_fp4_paged_mqa_logits",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
+    "get_num_sms",
     "get_paged_mqa_logits_metadata",
 ]
 
@@ -94,6 +96,12 @@ def fp8_fp4_mqa_logits(
         found = scores.gather(1, taken.clamp(max=num_keys - 1))
         compressed[some] = found.masked_fill_(taken >= num_keys, -torch.inf)
     return compressed.to(logits_dtype)
+
+
+def get_num_sms() -> int:
+    """The multiprocessors of the first accelerator, for `get_paged_mqa_logits_metadata`; 1 where it states none."""
+    properties = accelerator(default_device()).properties()
+    return getattr(properties, "multi_processor_count", 0) or 1
 
 
 def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None) -> Tensor:

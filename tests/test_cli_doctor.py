@@ -128,8 +128,16 @@ def test_doctor_does_not_list_a_variable_that_does_not_exist():
     assert any("Did you mean 'MLA_PORTABLE_BACKEND'" in problem["what"] for problem in answer["problems"] if problem["fatal"])
 
 
-@pytest.mark.parametrize(("name", "value"), [("MLA_PORTABLE_VLLM", "foo"), ("MLA_PORTABLE_VLLM_CACHE_WRITER", "nobody")])
-def test_doctor_fails_at_a_variable_of_the_vllm_plugin_that_means_nothing(monkeypatch, name, value):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MLA_PORTABLE_VLLM", "foo"),
+        ("MLA_PORTABLE_VLLM_CACHE_WRITER", "nobody"),
+        ("MLA_PORTABLE_SGLANG", "override"),
+        ("MLA_PORTABLE_SGLANG_INDEXER", "maybe"),
+    ],
+)
+def test_doctor_fails_at_a_variable_of_an_engine_s_plugin_that_means_nothing(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     monkeypatch.setattr("importlib.metadata.version", lambda package: "0.26.0")
     registry = registry_with(environ={name: value})
@@ -145,9 +153,13 @@ def test_doctor_with_vllm_reports_a_policy_that_cannot_be_followed(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda package: "0.26.0")
     registry = registry_with(environ={"MLA_PORTABLE_BACKEND": "referense"})
     answer = document("doctor", registry=registry, code=1)
-    assert answer["vllm"] is None and any("referense" in problem["what"] for problem in answer["problems"])
+    assert (
+        answer["vllm"] is None
+        and answer["sglang"] is None
+        and any("referense" in problem["what"] for problem in answer["problems"])
+    )
     text = invoke("doctor", registry=registry, code=1).stdout
-    assert "BROKEN  the policy cannot be followed" in text and "vLLM: not examined" in text
+    assert "BROKEN  the policy cannot be followed" in text and "vLLM: not examined" in text and "SGLang: not examined" in text
 
 
 def test_doctor_shows_the_cost_that_decides():

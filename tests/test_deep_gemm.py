@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -322,3 +323,11 @@ def test_counts_of_numpy_are_integers():
     found = deep_gemm.fp8_fp4_paged_mqa_logits(**page_arguments(max_context_len=np.int64(70)))
     assert found.shape == (B * NEXT_N, 70)
     assert deep_gemm.fp8_fp4_mqa_logits(**key_arguments(clean_logits=np.int32(5))).shape == (M, 5)
+
+
+def test_multiprocessors_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch):
+    properties = {"of": SimpleNamespace(multi_processor_count=78)}
+    monkeypatch.setattr(deep_gemm, "accelerator", lambda device: SimpleNamespace(properties=lambda: properties["of"]))
+    assert deep_gemm.get_num_sms() == 78
+    properties["of"] = None
+    assert deep_gemm.get_num_sms() == 1

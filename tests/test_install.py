@@ -18,7 +18,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 NO_TORCH = "requirements-no-torch.txt"
-FROM_THE_MACHINE = {"torch", "triton", "vllm", "packaging", "matplotlib"}
+FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "matplotlib"}
 """What the core imports and such an installation leaves alone. The last two are used where they are installed."""
 BESIDE_AN_ENGINE = ("bench", "capability", "cli", "conformance")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -75,7 +75,7 @@ def test_what_an_engine_imports_needs_no_tool() -> None:
     code = (
         f"import sys\nfor name in {[distribution(each) for each in CLI]}: sys.modules[name] = None\n"
         "import mla_portable\nfor name in mla_portable.__all__: getattr(mla_portable, name)\n"
-        "import mla_portable.attention, mla_portable.registry, mla_portable.vllm.plugin\n"
+        "import mla_portable.attention, mla_portable.registry, mla_portable.vllm.plugin, mla_portable.sglang.plugin\n"
         "mla_portable.get_registry().implementations()\n"
         f"print([name for name in sys.modules if name.split('.')[1:2] and name.split('.')[1] in {BESIDE_AN_ENGINE}])\n"
         "from mla_portable.cli import main\nmain()"
@@ -98,7 +98,7 @@ def test_every_page_gives_the_same_command() -> None:
     assert all(command in line for line in other), other
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-vllm.txt"])
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-vllm.txt", "requirements-sglang.txt"])
 def test_no_other_list_repeats_the_dependencies(name: str) -> None:
     own = {distribution(each) for each in requirements(NO_TORCH)}
     assert not own & {distribution(each) for each in requirements(name)}

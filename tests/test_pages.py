@@ -20,7 +20,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 NOT_RUN = {
     r"\bpip (install|uninstall|wheel)\b|python3 -m venv": "installs or removes packages: ci/install and .ci/run do it",
-    r"\bvllm serve\b|ci/gpu_vllm": "needs vLLM and a GPU",
+    r"\bvllm serve\b|\bsglang\.launch_server\b|ci/gpu_vllm": "needs an engine and a GPU",
     r"^ci/(gpu|contribute)|--device cuda|--graph|conform nvidia": "needs a GPU",
     r"^mla-portable bench |\bmla-portable tune": "minutes on a CPU: tests/test_bench_command.py, tests/test_tune.py",
     r"^mla-portable conform triton|_triton\.compile_all": "minutes on a CPU: ci/conformance, ci/compile",
@@ -119,9 +119,10 @@ def messages(tree: ast.AST) -> Iterator[str]:
             yield re.sub(r"%[sdg]", "...", node.value)
 
 
-def test_quoted_messages_exist_in_the_code() -> None:
-    """The first column of docs/vllm.md's tables of messages, but for those of others; `...` stands for values."""
-    page = (ROOT / "docs" / "vllm.md").read_text()
+@pytest.mark.parametrize(("name", "least"), [("vllm", 20), ("sglang", 7)])
+def test_quoted_messages_exist_in_the_code(name: str, least: int) -> None:
+    """The first column of an engine's tables of messages, but for those of others; `...` stands for values."""
+    page = (ROOT / "docs" / f"{name}.md").read_text()
     cells = re.findall(r"^\| (`.*?) \| ", page[page.index("## Troubleshooting") :], flags=re.MULTILINE)
     found = [each for cell in cells for each in re.findall(r"`([^`]+)`( \((?:vLLM|DeepGEMM|Triton)'s\))?", cell)]
     known = "\n".join(text for path in (ROOT / "mla_portable").rglob("*.py") for text in messages(ast.parse(path.read_text())))
@@ -130,10 +131,10 @@ def test_quoted_messages_exist_in_the_code() -> None:
         for message, owner in found
         if not owner
         # InvalidArgument puts "where: argument: got X, expected Y." together
-        for piece in re.split(r"\.\.\.|^(?:vLLM|environment): [^:]*:|got |, expected |\.$", message)
+        for piece in re.split(r"\.\.\.|^(?:vLLM|SGLang|environment): [^:]*:|got |, expected |\.$", message)
         if len(piece.split()) > 1
     }
-    assert len(pieces) >= 20
+    assert len(pieces) >= least
     assert not {(message, piece) for message, piece in pieces if piece not in known}
 
 

@@ -6,6 +6,7 @@ from mla_portable.attention.layer import SparseMLAAttention
 from mla_portable.attention.prompts import HeadDims, PromptAttention
 from mla_portable.attention.route_decision import RouteDecision, RoutePart, RouteVerdict, UnsupportedRoute
 from mla_portable.attention.selections import SelectionMerge
+from mla_portable.attention.slots import SlotAttention
 from mla_portable.attention.spec import AttentionSpec
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "RoutePart",
     "RouteVerdict",
     "SelectionMerge",
+    "SlotAttention",
     "SparseMLAAttention",
     "StepBuffers",
     "UnsupportedRoute",

@@ -101,7 +101,7 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, registry: LayerRegist
         request = part.decision.request.of(primitive)
         if clean:
             request = request.but(clean_indices=True)
-        takes = compacts and _skips_missing_keys(registry.chosen(part.decision))
+        takes = compacts and skips_missing_keys(registry.chosen(part.decision))
         return request.but(lengths=True, clean_lengths=True) if takes else request
 
     decode_requests = [requested(part, SPARSE_DECODE) for part in decoding]
@@ -132,7 +132,7 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, registry: LayerRegist
     )
 
 
-def _skips_missing_keys(found: Implementation | None) -> bool:
+def skips_missing_keys(found: Implementation | None) -> bool:
     """It reads only as many entries of a row as lengths say, and is faster for it."""
     if found is None or not found.support.lengths:
         return False

@@ -17,7 +17,7 @@ from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPo
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
 from mla_portable.registry.faults import first_line
 
-PACKAGES: Final = ("torch", "triton", "vllm", "numpy", "pluggy")
+PACKAGES: Final = ("torch", "triton", "vllm", "sglang", "numpy", "pluggy")
 
 
 @dataclass(frozen=True, slots=True)

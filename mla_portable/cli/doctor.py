@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mla_portable.cli.diagnosis import Choice, Diagnosis
     from mla_portable.contracts import DeviceFacts
     from mla_portable.registry import PluginReport
+    from mla_portable.sglang.status import SglangStatus
     from mla_portable.vllm.status import VllmStatus
 
 
@@ -37,15 +38,19 @@ def doctor(
         where = resolve_device(device)
         from mla_portable.cli.diagnosis import diagnose
         from mla_portable.dispatch import current_registry
+        from mla_portable.sglang.status import sglang_status
         from mla_portable.vllm.status import vllm_status
 
         diagnosis = diagnose(current_registry(), where)
-        # without a policy that can be followed nothing is chosen, for vLLM's layers neither
+        # without a policy that can be followed nothing is chosen, for an engine's layers neither
         vllm = vllm_status(current_registry(), where) if diagnosis.choices else None
+        sglang = sglang_status(current_registry(), where) if diagnosis.choices else None
         if as_json:
-            output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm and vllm.as_dict()})
+            engines = {"vllm": vllm and vllm.as_dict(), "sglang": sglang and sglang.as_dict()}
+            output.document({"command": "doctor", **diagnosis.as_dict(), **engines})
         else:
-            output.show(*_for_a_person(diagnosis, every=every, verbose=verbose), *_vllm(vllm))
+            output.show(*_for_a_person(diagnosis, every=every, verbose=verbose))
+            output.show(*_engine("vLLM", vllm), *_engine("SGLang", sglang))
         if not diagnosis.ok:
             raise typer.Exit(EXIT_FAILED)
 
@@ -142,14 +147,14 @@ def _implementations(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield ""
 
 
-def _vllm(status: VllmStatus | None) -> Iterator[RenderableType]:
+def _engine(name: str, status: VllmStatus | SglangStatus | None) -> Iterator[RenderableType]:
     if status is None:
-        yield "vLLM: not examined, because the policy cannot be followed"
+        yield f"{name}: not examined, because the policy cannot be followed"
         return
     if status.version is None:
-        yield "vLLM: not installed"
+        yield f"{name}: not installed"
         return
-    yield f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
+    yield f"{name} {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
     if status.choices:
         rows = [
             [layout, f"{heads} (TP {128 // heads})", route or "none", served] for layout, heads, route, served in status.choices
@@ -157,4 +162,4 @@ def _vllm(status: VllmStatus | None) -> Iterator[RenderableType]:
         yield "For DeepSeek-V3.2 it would choose"
         yield columns(["cache", "heads per GPU", "route", "served by"], rows)
     if status.indexer:
-        yield f"DSA indexer in vLLM: {status.indexer}"
+        yield f"DSA indexer in {name}: {status.indexer}"

@@ -36,6 +36,8 @@ _FIXED: Final = (
     Variable(ENV_TUNED, "the path of a JSON file"),
     Variable.choice("MLA_PORTABLE_FLASH_MLA_MAX_LOGITS", "on", "off"),
     Variable(PLUGIN_TIMEOUT, "seconds, 0 or more (0: no limit)"),
+    Variable.choice("MLA_PORTABLE_SGLANG", "auto", "on", "off"),
+    Variable.choice("MLA_PORTABLE_SGLANG_INDEXER", "auto", "on", "off"),
     Variable.choice("MLA_PORTABLE_VLLM", "auto", "custom", "override", "off"),
     Variable.choice("MLA_PORTABLE_VLLM_CACHE_SCALES", "auto", *SCALE_FORMATS, "mixed"),
     Variable.choice("MLA_PORTABLE_VLLM_CACHE_WRITER", "auto", "vllm", "mla_portable"),

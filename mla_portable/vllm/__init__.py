@@ -8,12 +8,12 @@ builder   one StepPlan per step                      metadata  what travels from
 impl      one layer's attention                      scratch   buffers, from vLLM's workspace manager where it has one
 writer    who writes the cache, with which scales
 settings  environment variables                      compat    all that differs between versions of vLLM
-status    what `mla-portable doctor` says about it    routing   the route for a spec, and its decision in a line
+status    what `mla-portable doctor` says about it
 
 indexer         the DSA indexer's fused path
 indexer_choice  whose indexer serves the model, and why
 indexer_seams   where this indexer takes the place of vLLM's, in each version
 imports         a function that changes a module right after it is imported
 
-Nothing here imports vLLM before vLLM itself asks for the plugin; `settings`, `status` and `routing` never do.
+Nothing here imports vLLM before vLLM itself asks for the plugin; `settings` and `status` never do.
 """

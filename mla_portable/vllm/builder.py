@@ -13,10 +13,10 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, neutral_defaults
+from mla_portable.engine.routing import served_by
 from mla_portable.planner import Planner
 from mla_portable.vllm import compat, model, prompts, scratch
 from mla_portable.vllm.metadata import MLAPortableMetadata
-from mla_portable.vllm.routing import served_by
 from mla_portable.vllm.settings import logger
 
 

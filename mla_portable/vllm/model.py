@@ -11,12 +11,12 @@ import torch
 
 from mla_portable.attention import AttentionSpec, RouteDecision, UnsupportedRoute
 from mla_portable.contracts import DeviceFacts, InvalidArgument, MLAPortableError, neutral_defaults
+from mla_portable.engine.routing import decide_route
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
 from mla_portable.vllm.context_parallel import context_share
-from mla_portable.vllm.routing import decide_route
 from mla_portable.vllm.writer import Writer, choose_writer
 
 BLOCK_SIZE: Final = 64

@@ -7,11 +7,11 @@ What a variable may be set to is declared with the core's. One that is set goes 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import Final
 
 from mla_portable.contracts import InvalidArgument
+from mla_portable.engine.variables import read
 from mla_portable.registry.settings import check_variables
 
 logger = logging.getLogger("vllm.mla_portable")
@@ -37,9 +37,7 @@ _from_config: dict[str, str] = {}
 
 def _read(name: str, environ: Mapping[str, str] | None = None) -> str:
     """The value, "" where it is not set. Raises: InvalidArgument for one that is not allowed."""
-    value = (os.environ if environ is None else environ).get(name, "").strip()
-    check_variables({name: value})
-    return value or _from_config.get(name, "")
+    return read(name, environ) or _from_config.get(name, "")
 
 
 def adopt(additional_config: object) -> None:

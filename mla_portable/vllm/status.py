@@ -6,42 +6,26 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
-from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
-from mla_portable.attention import AttentionSpec
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import InvalidArgument, Request
+from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS, Choice, choices
+from mla_portable.engine.entry import obstacle
+from mla_portable.engine.routing import decide_route
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
 from mla_portable.registry import Registry
 from mla_portable.vllm import settings
-from mla_portable.vllm.routing import decide_route, served_by
-
-_GROUP: Final = "vllm.general_plugins"
-_ENTRY_POINT: Final = "mla_portable"
-_HEADS: Final = (16, 128)
-"""DeepSeek-V3.2's 128 query heads over eight ranks, and on one."""
-
-DEEP_GEMM_ARCHS: Final = ("sm90", "sm10", "sm12")
-"""What vLLM's platforms say of DeepGEMM: Hopper, and both families of Blackwell."""
 
 _MEANING: Final = {
     "custom": "chosen with --attention-backend CUSTOM",
     "override": "in place of FLASHMLA_SPARSE, except for models that only stock serves",
     "auto": "chosen with --attention-backend CUSTOM, and where stock does not serve the device or the configuration",
 }
-
-
-class Choice(NamedTuple):
-    """For DeepSeek-V3.2: the route and what serves each of its primitives; None and the reasons where nothing serves."""
-
-    kv_layout: str
-    num_heads: int
-    route: str | None
-    served_by: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +63,9 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
     except InvalidArgument as error:
         return VllmStatus(version, False, "off", str(error))
     note = _obstacle(mode, environ)
-    choices: list[Choice] = []
-    for layout, heads in product(("fp8_ds_mla", "bf16"), _HEADS):
-        limits: dict[str, Any] = {"max_num_tokens": 8192, "max_num_reqs": 256, "max_model_len": 163840}
-        spec = AttentionSpec(num_heads=heads, softmax_scale=192**-0.5, kv_layout=layout, need_lse=False, **limits)
-        decision = decide_route(registry, spec, device)
-        choices.append(Choice(layout, heads, decision.chosen, served_by(decision)))
+    found = choices(partial(decide_route, registry, device=device))
     indexer = "" if note else _indexer(registry, device, environ)
-    return VllmStatus(version, not note, mode, note or _MEANING[mode], tuple(choices), indexer)
+    return VllmStatus(version, not note, mode, note or _MEANING[mode], found, indexer)
 
 
 def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
@@ -114,9 +93,5 @@ def _obstacle(mode: str, environ: Mapping[str, str]) -> str:
     """Why vLLM does not get to see the backend, "" where it does."""
     if mode == "off":
         return f"{settings.ENV_MODE}=off"
-    if not any(point.name == _ENTRY_POINT for point in metadata.entry_points(group=_GROUP)):
-        return f"no entry point {_ENTRY_POINT!r} in the group {_GROUP}: install mla-portable again"
-    allowed = environ.get("VLLM_PLUGINS")
-    if allowed is not None and _ENTRY_POINT not in allowed.split(","):
-        return f"VLLM_PLUGINS={allowed} leaves {_ENTRY_POINT!r} out"
-    return ""
+    listed = environ.get("VLLM_PLUGINS")
+    return obstacle("vllm.general_plugins", "VLLM_PLUGINS", None if listed is None else listed.split(","))

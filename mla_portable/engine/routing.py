@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from mla_portable.attention import AttentionSpec, RouteDecision
+from mla_portable.attention import AttentionSpec, RouteDecision, RoutePart
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.routes import choose_route
 from mla_portable.registry import Registry
@@ -21,5 +23,15 @@ def served_by(decision: RouteDecision) -> str:
     """What serves each primitive of the chosen route; where nothing serves, the reasons against every route."""
     if decision.chosen is None:
         return "; ".join(f"{verdict.route}: {verdict}" for verdict in decision.verdicts)
-    parts = decision.verdict.parts
+    return _named(decision.verdict.parts)
+
+
+def attention_served_by(decision: RouteDecision) -> str:
+    """`served_by` for a SlotAttention, which converts no indices."""
+    if decision.chosen is None:
+        return served_by(decision)
+    return _named(part for part in decision.verdict.parts if part.role != "convert")
+
+
+def _named(parts: Iterable[RoutePart]) -> str:
     return ", ".join(dict.fromkeys(f"{part.decision.request.primitive} {part.decision.chosen}" for part in parts))

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the adapters for engines share; nothing here knows an engine.
+
+routing     the route for a spec, and its decision in a line
+variables   environment variables of a plugin, checked where they are read
+entry       why an engine does not load a plugin
+deepseek    what would serve DeepSeek-V3.2 on a device, for `doctor`
+"""

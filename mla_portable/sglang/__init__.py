@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SGLang plugin: sparse MLA of DeepSeek-V3.2 style models through mla_portable, inside SGLang's own DSA backend.
+
+plugin    the entry point; registers the hooks        places    what of SGLang is hooked, and how its signatures are checked
+hooks     what SGLang calls in place of its methods   serving   one backend object's layers: who serves them, and the calls
+stock     what SGLang's own kernels can serve         model     SGLang's backend object -> AttentionSpec, or reasons against it
+indexer   whose functions score the indexer's keys    settings  environment variables
+status    what `mla-portable doctor` says about it
+
+SGLang writes the cache, selects the keys, and plans its step. Nothing here imports SGLang before SGLang itself asks for the
+plugin; `places`, `settings` and `status` never do.
+"""

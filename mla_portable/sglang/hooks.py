@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic
+"""What SGLang calls in place of the functions in `places`. Each calls SGLang's own where that serves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from mla_portable.sglang import indexer, places, serving
+
+
+def hook_of(place: places.Place) -> Callable[..., Any]:
+    """The hook of a place, as SGLang's registry takes it: AROUND (original, *args), AFTER (result, *args)."""
+    if place in places.INDEXER:
+        return functools.partial(_select, place.name)
+    return _HOOKS[place.name]
+
+
+def _select(name: str, original: Callable[[], Any]) -> Any:
+    return indexer.select(name, original)
+
+
+def _calls(method: str, serve: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook around an attention method: `serve(server, backend, ...)` where the backend object's server has the method."""
+
+    def around(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
+        server = getattr(backend, serving.SERVER, None)
+        if server is None or method not in server.methods:
+            return original(backend, *args, **kwargs)
+        return serve(server, backend, *args, **kwargs)
+
+    return around
+
+
+def _compute_flashmla_metadata(original: Callable[..., Any], backend: Any, cache_seqlens: Any, seq_len_q: int) -> Any:
+    """Tensors of the shapes that SGLang slices and copies; nothing here reads them, and FlashMLA need not be there."""
+    server = getattr(backend, serving.SERVER, None)
+    if server is None or places.KV not in server.methods:
+        return original(backend, cache_seqlens=cache_seqlens, seq_len_q=seq_len_q)
+    made = import_module(places.BACKEND_MODULE).DSAFlashMLAMetadata
+    rows = cache_seqlens.shape[0]
+    return made(flashmla_metadata=cache_seqlens.new_zeros((1, 8)), num_splits=cache_seqlens.new_zeros(rows + 1))
+
+
+def _built(result: None, backend: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+    serving.attach(backend, model_runner)
+
+
+def _planned(result: None, backend: Any, *args: Any, **kwargs: Any) -> None:
+    server = getattr(backend, serving.SERVER, None)
+    if server is not None:
+        server.prepare(backend.forward_metadata)
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    places.SPARSE: _calls(places.SPARSE, serving.Server.flashmla_sparse),
+    places.KV: _calls(places.KV, serving.Server.flashmla_kv),
+    places.FA3: _calls(places.FA3, serving.Server.fa3),
+    "_compute_flashmla_metadata": _compute_flashmla_metadata,
+    "__init__": _built,
+    "init_forward_metadata": _planned,
+    "init_forward_metadata_out_graph": _planned,
+}

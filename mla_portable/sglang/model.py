@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic
+"""From SGLang's backend object to an AttentionSpec of its layers, or to the reasons why they are not served."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from mla_portable.attention import AttentionSpec
+from mla_portable.contracts import neutral_defaults
+from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
+from mla_portable.sglang.places import FA3, KV, SPARSE
+
+PAGE: Final = 64
+"""Tokens of a page; SGLang's own kernels assert it."""
+_ROPE: Final = LAYOUTS["bf16"].rope_width
+METHOD_OF: Final = {"flashmla_sparse": SPARSE, "flashmla_kv": KV, "fa3": FA3}
+"""Values of --dsa-prefill-backend and --dsa-decode-backend -> the method that serves them."""
+
+
+def methods_in_use(backend: Any) -> tuple[str, ...]:
+    """The hooked methods that the backend's two implementations call; `flashmla_auto` becomes one of two in each step."""
+    names: list[str] = []
+    for name in (backend.dsa_prefill_impl, backend.dsa_decode_impl):
+        names += ("flashmla_sparse", "flashmla_kv") if name == "flashmla_auto" else (name,)
+    return tuple(dict.fromkeys(METHOD_OF[name] for name in names if name in METHOD_OF))
+
+
+def pool_layout(backend: Any) -> str:
+    """The layout of the rows in SGLang's cache."""
+    return "fp8_ds_mla" if backend.dsa_kv_cache_store_fp8 else "bf16"
+
+
+def layouts_of(method: str, backend: Any) -> str:
+    """The layout of the rows that a method reads: those of the cache, but for rows that SGLang gathers in BF16."""
+    return pool_layout(backend) if method == KV else "bf16"
+
+
+def has_sinks(model_runner: Any) -> bool:
+    """The model's layers have attention sinks."""
+    return bool(getattr(model_runner.model_config.hf_config, "learnable_sink", False))
+
+
+def refusals(backend: Any, model_runner: Any) -> list[str]:
+    """What of the configuration this project does not serve, in words."""
+    arguments = getattr(model_runner, "server_args", None)
+    page = getattr(backend, "physical_page_size", None) or backend.real_page_size
+    widths = backend.kv_lora_rank, backend.qk_rope_head_dim
+    checks = (
+        (
+            widths != (KV_LORA_RANK, _ROPE),
+            f"a latent of {widths[0]} and {widths[1]} of rope (supports {KV_LORA_RANK} and {_ROPE})",
+        ),
+        (page != PAGE, f"pages of {page} tokens (supports {PAGE})"),
+        (getattr(backend, "dsa_index_kpool", 1) > 1, "an indexer that scores pools of keys (supports single keys)"),
+        (getattr(backend, "dcp_size", 1) > 1, "decode context parallelism (supports 1 rank)"),
+        (backend.hisparse_coordinator is not None, "HiSparse, a KV cache in host memory (supports a cache on the device)"),
+        (
+            getattr(arguments, "enable_pdmux", False),
+            "prefills and decodes on two streams, --enable-pdmux (supports one)",
+        ),
+        (getattr(backend, "_kv_shard_pool", None) is not None, "a cache sharded over ranks (supports whole caches)"),
+    )
+    return [words for refused, words in checks if refused]
+
+
+@neutral_defaults()
+def make_spec(backend: Any, model_runner: Any, layout: str, *, attn_sink: bool) -> AttentionSpec:
+    """The spec of the backend's layers on rows of `layout`. A query token is a request, as it is to SGLang's kernels."""
+    tokens = max(getattr(backend, "speculative_num_draft_tokens", 0) or 0, getattr(backend, "topk", 0) or 0, 1)
+    rows = backend.req_to_token_pool.size * tokens
+    return AttentionSpec(
+        num_heads=backend.num_q_heads,
+        softmax_scale=(KV_LORA_RANK + _ROPE) ** -0.5,  # of a spec; each call brings its layer's
+        max_num_tokens=rows,
+        max_num_reqs=rows,
+        max_model_len=backend.max_context_len,
+        kv_layout=layout,
+        block_size=PAGE,
+        topk=backend.dsa_index_topk,
+        scale_format=None,
+        need_lse=False,
+        attn_sink=attn_sink,
+        concat_query=False,
+        graph=True,
+        batch_invariant=backend.num_splits == 1,
+    )

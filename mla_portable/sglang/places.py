@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The places of SGLang that are hooked: data that the plugin registers, and that `doctor` compares with the installed sources.
+
+They are private to SGLang, so their parameters are checked before any hook is registered. A parameter that is not known here
+may change what a method computes; then nothing is hooked, and the log and `doctor` say which place it is.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+BACKEND_MODULE: Final = "sglang.srt.layers.attention.dsa_backend"
+BACKEND: Final = f"{BACKEND_MODULE}.DeepseekSparseAttnBackend"
+SELECTORS: Final = "sglang.srt.layers.attention.dsa.utils"
+DEEP_GEMM_USERS: Final = (BACKEND_MODULE, "sglang.srt.layers.attention.dsa.dsa_indexer")
+"""Modules that call DeepGEMM by its module's name, where there are no selectors (0.5.16)."""
+
+AROUND: Final = "AROUND"
+AFTER: Final = "AFTER"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A function of SGLang.
+
+    Attributes:
+        target: its dotted path. kind: of the hook. needs: parameters that must be there. may_have: others that are known; None
+            where the hook passes on whatever there is.
+        optional: versions without it are served as well.
+    """
+
+    target: str
+    kind: str
+    needs: Collection[str] = ()
+    may_have: Collection[str] | None = ()
+    optional: bool = False
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.target.rpartition(".")[2]
+
+    def objection(self, parameters: Collection[str] | None) -> str | None:
+        """Why a function with these parameters (None: there is none) cannot be hooked, None where it can."""
+        if parameters is None:
+            return None if self.optional else f"{self.target} is not there"
+        missing = [name for name in self.needs if name not in parameters]
+        unknown = [] if self.may_have is None else [n for n in parameters if n not in (*self.needs, *self.may_have)]
+        words = [f"has no {', '.join(missing)}" if missing else "", f"has an unknown {', '.join(unknown)}" if unknown else ""]
+        return f"{self.target} {' and '.join(filter(None, words))}" if missing or unknown else None
+
+
+def _method(name: str, kind: str, parameters: str, may_have: str | None = "") -> Place:
+    others = None if may_have is None else tuple(may_have.split())
+    return Place(f"{BACKEND}.{name}", kind, ("self", *parameters.split()), others)
+
+
+SPARSE: Final = "_forward_flashmla_sparse"
+KV: Final = "_forward_flashmla_kv"
+FA3: Final = "_forward_fa3"
+ATTENTION: Final = (
+    _method(SPARSE, AROUND, "q_all kv_cache v_head_dim page_table_1 sm_scale", "topk_length attn_sink"),
+    _method(KV, AROUND, "q_all kv_cache v_head_dim sm_scale layer metadata page_table_1"),
+    _method(
+        FA3,
+        AROUND,
+        "q_rope kv_cache v_head_dim q_nope page_table cache_seqlens cu_seqlens_q cu_seqlens_k max_seqlen_q sm_scale logit_cap "
+        "page_size",
+    ),
+    _method("_compute_flashmla_metadata", AROUND, "cache_seqlens seq_len_q"),
+    _method("__init__", AFTER, "model_runner", None),
+    _method("init_forward_metadata", AFTER, "forward_batch", None),
+    _method("init_forward_metadata_out_graph", AFTER, "forward_batch", None),
+)
+"""Methods of the backend object; decode, extend, target verify and draft all call them."""
+
+INDEXER: Final = tuple(
+    Place(f"{SELECTORS}.{name}", AROUND, optional=True)
+    for name in (
+        "resolve_num_sms",
+        "resolve_paged_mqa_logits_metadata_fn",
+        "resolve_fp8_paged_mqa_logits_fn",
+        "resolve_fp8_mqa_logits_fn",
+    )
+)
+"""Functions that return one of DeepGEMM's."""
+
+PLACES: Final = (*ATTENTION, *INDEXER)
+
+
+def objections(parameters_of: Callable[[str], Collection[str] | None]) -> Iterator[str]:
+    """What stands against hooking an SGLang. parameters_of: those of a dotted path, None where there is nothing."""
+    for place in PLACES:
+        found = place.objection(parameters_of(place.target))
+        if found is not None:
+            yield found
+
+
+def parameters_in(root: Path) -> Callable[[str], tuple[str, ...] | None]:
+    """`parameters_of` for the sources in the folder of the package `sglang`, which are read but not imported."""
+    trees: dict[Path, ast.Module] = {}
+
+    def parameters_of(target: str) -> tuple[str, ...] | None:
+        parts = target.split(".")[1:]
+        file, inner = _split(root, parts)
+        if file is None:
+            return None
+        if file not in trees:
+            trees[file] = ast.parse(file.read_text(encoding="utf-8"))
+        node: ast.AST | None = trees[file]
+        for name in inner:
+            node = next(
+                (each for each in getattr(node, "body", ()) if getattr(each, "name", None) == name),
+                None,
+            )
+        if not isinstance(node, ast.FunctionDef):
+            return None
+        given = node.args
+        return tuple(each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs))
+
+    return parameters_of
+
+
+def _split(root: Path, parts: list[str]) -> tuple[Path | None, list[str]]:
+    """The file of the module that a path starts with, and the names inside it."""
+    for count in range(len(parts), 0, -1):
+        file = root.joinpath(*parts[:count]).with_suffix(".py")
+        if file.is_file():
+            return file, parts[count:]
+    return None, parts

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic
+"""Who serves the layers of one backend object of SGLang, decided when it is built; and the calls that are served here.
+
+SGLang makes one object for the target model and one for each step of a draft. Objects of equal layers share their scratch:
+their layers run one after the other, on one stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from mla_portable.attention import AttentionSpec, SlotAttention, UnsupportedRoute
+from mla_portable.contracts import InvalidArgument
+from mla_portable.engine.routing import attention_served_by
+from mla_portable.layouts import LAYOUTS
+from mla_portable.registry import get_registry
+from mla_portable.sglang import model, settings, stock
+
+SERVER: Final = "_mla_portable"
+"""The attribute of SGLang's backend object that holds its Server."""
+
+_shared: WeakValueDictionary[tuple[AttentionSpec, torch.device], SlotAttention] = WeakValueDictionary()
+
+
+class Server:
+    """The layers of one backend object.
+
+    Attributes:
+        methods: names of the methods whose calls are served here. reasons: why, for each of them.
+    """
+
+    def __init__(self, backend: Any, model_runner: Any, reasons: Mapping[str, str]) -> None:
+        """Bind what serves the methods named by `reasons`. Raises: UnsupportedRoute with every reason."""
+        self.reasons, self.methods = dict(reasons), frozenset(reasons)
+        self._pool = model.pool_layout(backend)
+        self._device = torch.device(model_runner.device)
+        self._spec = functools.partial(model.make_spec, backend, model_runner)
+        self._attentions: dict[tuple[str, bool], SlotAttention] = {}
+        sinks = model.has_sinks(model_runner)
+        for method in reasons:
+            self.attention(model.layouts_of(method, backend), attn_sink=sinks)
+
+    @property
+    def attentions(self) -> tuple[SlotAttention, ...]:
+        """What was bound so far."""
+        return tuple(self._attentions.values())
+
+    def attention(self, layout: str, *, attn_sink: bool) -> SlotAttention:
+        """For rows of a layout. Bound when the backend is built, unless a layer has a sink that the config does not name."""
+        found = self._attentions.get((layout, attn_sink))
+        if found is None:
+            found = _attention(self._spec(layout, attn_sink=attn_sink), self._device)
+            self._attentions[layout, attn_sink] = found
+        return found
+
+    def prepare(self, metadata: Any) -> None:
+        """Make the schedules of a decode batch, before its layers run or are captured."""
+        if metadata.max_seq_len_q <= 1:
+            for attention in self._attentions.values():
+                attention.prepare(metadata.dsa_cache_seqlens_int32.shape[0])
+
+    def flashmla_sparse(
+        self,
+        backend: Any,
+        q_all: Tensor,
+        kv_cache: Tensor,
+        v_head_dim: int,
+        page_table_1: Tensor,
+        sm_scale: float,
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+    ) -> Tensor:
+        """SGLang's `_forward_flashmla_sparse`: rows of a BF16 cache, or rows that were gathered from an FP8 cache.
+
+        q_all [T, H, 576], kv_cache [rows, 1, 576] bf16, page_table_1 [T, K] int32, topk_length [T or more] int32,
+        attn_sink [H] float32. Returns: [T, H, 512].
+        """
+        rows = kv_cache.squeeze(1)
+        return self.attention("bf16", attn_sink=attn_sink is not None).forward(
+            q_all,
+            rows,
+            page_table_1,
+            softmax_scale=sm_scale,
+            decodes=self._pool == "bf16" and backend.forward_metadata.max_seq_len_q <= 1,
+            lengths=_rows(topk_length, q_all.shape[0]),
+            attn_sink=attn_sink,
+        )
+
+    def flashmla_kv(
+        self,
+        backend: Any,
+        q_all: Tensor,
+        kv_cache: Tensor,
+        v_head_dim: int,
+        sm_scale: float,
+        layer: Any,
+        metadata: Any,
+        page_table_1: Tensor,
+    ) -> Tensor:
+        """SGLang's `_forward_flashmla_kv`: the cache as it is, FP8 or BF16.
+
+        q_all [T, H, 576] or of that many elements; kv_cache [slots, 1, 656] of 8 bits or [slots, 1, 576] bf16.
+        Returns: [T, 1, H, 512].
+        """
+        q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
+        row = LAYOUTS[self._pool]
+        rows = kv_cache.view(torch.uint8).view(-1, model.PAGE, row.row_width) if row.is_quantized else kv_cache.squeeze(1)
+        out = self.attention(self._pool, attn_sink=False).forward(
+            q,
+            rows,
+            page_table_1,
+            softmax_scale=sm_scale,
+            decodes=metadata.max_seq_len_q <= 1,
+            lengths=_rows(metadata.dsa_cache_seqlens_int32, q.shape[0]),
+        )
+        return out.unsqueeze(1)
+
+    def fa3(
+        self,
+        backend: Any,
+        q_rope: Tensor,
+        kv_cache: Tensor,
+        v_head_dim: int,
+        q_nope: Tensor,
+        page_table: Tensor,
+        cache_seqlens: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        sm_scale: float,
+        logit_cap: float,
+        page_size: int,
+    ) -> Tensor:
+        """SGLang's `_forward_fa3`: a BF16 cache, every query token a sequence of one token.
+
+        q_nope [T, H, 512], q_rope [T, H, 64], kv_cache [slots, 1, 576] bf16, page_table [T, K], cache_seqlens [T or more].
+        Returns: [T, H, 512].
+        """
+        if logit_cap:
+            raise InvalidArgument("SGLang", "logit_cap", got=logit_cap, expected="0: sparse MLA does not cap its logits")
+        return self.attention("bf16", attn_sink=False).forward(
+            torch.cat((q_nope, q_rope), dim=-1),
+            kv_cache.squeeze(1),
+            page_table,
+            softmax_scale=sm_scale,
+            decodes=backend.forward_metadata.max_seq_len_q <= 1,
+            lengths=_rows(cache_seqlens, q_nope.shape[0]),
+        )
+
+
+def _rows(lengths: Tensor | None, num_tokens: int) -> Tensor | None:
+    """The lengths of the tokens; SGLang pads them at the end. None where there are fewer: then all of a row is read."""
+    if lengths is None or lengths.shape[0] < num_tokens:
+        return None
+    return lengths if lengths.shape[0] == num_tokens else lengths[:num_tokens]
+
+
+def _attention(spec: AttentionSpec, device: torch.device) -> SlotAttention:
+    found = _shared.get((spec, device))
+    if found is None:
+        try:
+            found = SlotAttention(spec, device=device)
+        except UnsupportedRoute:
+            found = SlotAttention(replace(spec, graph=False), device=device)
+            _log_without_graphs(str(found.facts))
+        _shared[spec, device] = found
+    return found
+
+
+def attach(backend: Any, model_runner: Any) -> Server | None:
+    """Decide who serves a new backend object, log it, and remember it there; None where SGLang's own methods serve all calls.
+
+    Raises: UnsupportedRoute or InvalidArgument where neither can.
+    """
+    setattr(backend, SERVER, None)
+    methods, mode = model.methods_in_use(backend), settings.mode()
+    facts = get_registry().facts(torch.device(model_runner.device))
+    against = {method: stock.against_attention(method, facts, backend.num_q_heads) for method in methods}
+    wanted = {m: against[m] or f"{settings.ENV_MODE}=on" for m in methods if against[m] is not None or mode == "on"}
+    names = f"{backend.dsa_prefill_impl} (prefill), {backend.dsa_decode_impl} (decode)"
+    if not wanted:
+        why = f"; {settings.ENV_MODE}=on takes mla_portable's" if methods else ", which mla_portable does not replace"
+        _log_once(f"SGLang's own kernels serve {names} on {facts}{why}")
+        return None
+    try:
+        refused = model.refusals(backend, model_runner)
+        if refused:
+            got, expected = "; ".join(refused), "what this plugin supports"
+            raise InvalidArgument("SGLang", "configuration", got=got, expected=expected)
+        server = Server(backend, model_runner, wanted)
+    except (InvalidArgument, UnsupportedRoute) as error:
+        needed = [f"{method}: {reason}" for method, reason in against.items() if reason is not None]
+        if needed:
+            settings.logger.error("neither SGLang nor mla_portable serves this model: %s", "; ".join(needed))
+            raise
+        settings.logger.warning("SGLang's own kernels serve this model, mla_portable does not: %s", error)
+        return None
+    setattr(backend, SERVER, server)
+    served = "; ".join(f"{each.spec.kv_layout}: {attention_served_by(each.route_decision)}" for each in server.attentions)
+    why, heads = "; ".join(dict.fromkeys(wanted.values())), backend.num_q_heads
+    _log_once(f"mla_portable serves {', '.join(wanted)} for {names} on {facts}, {heads} heads: {served}; because {why}")
+    for each in server.attentions:
+        settings.logger.debug("%s", each.explain())
+    return server
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    """A draft's backend objects say the same as the target's."""
+    settings.logger.info("%s", line)
+
+
+@functools.cache
+def _log_without_graphs(device: str) -> None:
+    settings.logger.warning(
+        "no implementation on %s can be captured in a CUDA graph: start SGLang with --disable-cuda-graph", device
+    )

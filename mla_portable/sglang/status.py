@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's state without importing SGLang: its version, whether its functions are those that are hooked, what serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_portable.attention import AttentionSpec, RouteDecision
+from mla_portable.attention.layer_registry import LayerRegistry
+from mla_portable.attention.slots import choose_slot_route
+from mla_portable.contracts import InvalidArgument, Request
+from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS, Choice, choices
+from mla_portable.engine.entry import obstacle
+from mla_portable.engine.routing import attention_served_by
+from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED
+from mla_portable.registry import Registry
+from mla_portable.sglang import places, settings
+
+_GROUP = "sglang.srt.plugins"
+_MEANING = {
+    "on": "serves where it can, whatever SGLang's own kernels support",
+    "auto": "serves where SGLang's own kernels do not support the device",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SglangStatus:
+    """The plugin as `doctor` sees it.
+
+    Attributes:
+        version: of SGLang, None where it is not installed. registered: SGLang will load the plugin, and its hooks fit.
+        mode: as it takes effect. note: what stands in the way, or what the mode means here.
+        choices: for each cache layout and heads of a rank. indexer: whose functions score the indexer's keys.
+    """
+
+    version: str | None
+    registered: bool
+    mode: str
+    note: str
+    choices: tuple[Choice, ...] = ()
+    indexer: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "choices": [choice._asdict() for choice in self.choices]}
+
+
+def sglang_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> SglangStatus:
+    """What SGLang will find of the plugin, and what would serve DeepSeek-V3.2 on `device`. A bad variable raises nothing."""
+    environ = os.environ if environ is None else environ
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return SglangStatus(None, False, "off", "SGLang is not installed")
+    try:
+        mode = settings.mode(environ)
+        if mode != "off":
+            settings.check(environ)
+    except InvalidArgument as error:
+        return SglangStatus(version, False, "off", str(error))
+    note = _obstacle(mode, environ)
+
+    def decide(spec: AttentionSpec) -> RouteDecision:
+        return choose_slot_route(spec, registry.facts(device), LayerRegistry(registry, None))
+
+    if note:
+        return SglangStatus(version, False, mode, note)
+    found = choices(decide, attention_served_by)
+    return SglangStatus(version, True, mode, _MEANING[mode], found, _indexer(registry, device, environ))
+
+
+def _obstacle(mode: str, environ: Mapping[str, str]) -> str:
+    """Why SGLang does not get to use the plugin, "" where it does."""
+    if mode == "off":
+        return f"{settings.ENV_MODE}=off"
+    listed = environ.get("SGLANG_PLUGINS")
+    allowed = [name.strip() for name in listed.split(",")] if listed else None  # an empty one lists nothing, and all load
+    return obstacle(_GROUP, "SGLANG_PLUGINS", allowed) or "; ".join(changes())
+
+
+def changes() -> list[str]:
+    """The places of the installed SGLang that are not as the plugin knows them; with any of them it hooks nothing."""
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        return ["the package `sglang` cannot be found"]
+    return list(places.objections(places.parameters_in(Path(next(iter(spec.submodule_search_locations))))))
+
+
+def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
+    """As SGLang will decide on this device, except that it also tries to import DeepGEMM."""
+    mode, facts = settings.indexer(environ), registry.facts(device)
+    if mode == "off":
+        return f"scored by SGLang's functions ({settings.ENV_INDEXER}=off)"
+    demand, common = LayerRegistry(registry, None), {"kv_layout": "index_fp8", "num_heads": 64, "graph": True}
+    requests = (
+        Request(INDEXER_LOGITS, facts, **common, block_size=64),  # pyright: ignore[reportArgumentType]
+        Request(INDEXER_LOGITS_RAGGED, facts, **common),  # pyright: ignore[reportArgumentType]
+    )
+    served = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in map(demand.decide, requests))
+    ours = f"scored by mla_portable's functions ({', '.join(served)})"
+    if mode == "on":
+        return f"{ours}: {settings.ENV_INDEXER}=on"
+    if facts.vendor == "nvidia" and facts.arch.startswith(DEEP_GEMM_ARCHS):
+        return f"scored by DeepGEMM for {facts.arch}; where that cannot be imported, {ours}"
+    return f"{ours}: DeepGEMM does not support {facts.arch}"

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs, as far as a CPU shows them: what is made before a capture, what a capture may not do, what a replay keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from machines import H200
+from recorder import Recorder, registry_of
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang_kit import cases, fixture, server_of, small
+from sglang_version import SELECTORS
+
+from mla_portable.contracts import SPLIT_KV
+from mla_portable.sglang import serving
+
+CASE = small(cases()["dsa_sparse_decode_ragged_prefix"])
+VERIFY = replace(CASE, name="verify", forward_mode=ForwardMode.TARGET_VERIFY, extend_lens=(3, 3, 3))
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """What serves only writes down how it was called, on what claims to be an H200."""
+    plugin = Recorder(schedule_kind=SPLIT_KV)
+    registry = registry_of(plugin, facts={"cpu": H200})
+    monkeypatch.setattr("mla_portable.attention.slots.get_registry", lambda: registry)
+    monkeypatch.setattr(serving, "_shared", {})
+    return plugin
+
+
+@contextmanager
+def capturing(server: serving.Server) -> Iterator[None]:
+    """The stream is captured: nothing may be read back."""
+
+    def refuse(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a tensor is read during capture")
+
+    with pytest.MonkeyPatch.context() as patches:
+        for name in READS:
+            patches.setattr(torch.Tensor, name, refuse)
+        for each in server.attentions:
+            patches.setattr(each, "_accelerator", SimpleNamespace(is_capturing=lambda: True))
+        yield
+
+
+def attend(built: Any) -> None:
+    """One layer, as SGLang calls it between its metadata and its next layer."""
+    module = built.actual_module
+    (q_nope, q_rope), (k_nope, k_rope) = module.project_q(built.input_hidden), module.project_k(built.input_hidden)
+    named = {"k_rope": k_rope, "q_rope": q_rope, "topk_indices": built.topk_indices, "save_kv_cache": False}
+    module.attn(q_nope, k_nope, k_nope, built.forward_batch, **named)
+
+
+@pytest.mark.parametrize("impl", ["flashmla_kv", "flashmla_sparse", "fa3"])
+@pytest.mark.parametrize("case", [CASE, VERIFY], ids=["decode", "target verify"])
+def test_a_captured_step_finds_its_schedule_and_reads_nothing_back(case: Any, impl: str, recorder: Recorder):
+    built = fixture(case, dsa_decode_backend=impl, disable_cuda_graph=False)
+    backend, rows = built.backend, case.num_input_tokens
+    server = server_of(backend)
+    assert server is not None
+    backend.init_cuda_graph_state(8, 8 * 3)
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+        backend.init_forward_metadata_out_graph(built.forward_batch, in_capture=True)
+        with capturing(server):
+            attend(built)
+        backend.init_forward_metadata_out_graph(built.forward_batch)
+        with capturing(server):
+            attend(built)
+    names = [name for name, _, _ in recorder.calls]
+    assert names == ["sparse_decode"] * 2
+    first, again = (kwargs for _, _, kwargs in recorder.calls)
+    assert first["schedule"] is again["schedule"] and first["schedule"].num_rows == rows
+    if SELECTORS or impl != "flashmla_sparse":  # which is given none there
+        assert first["lengths"].data_ptr() == again["lengths"].data_ptr()  # a replay reads the captured address
+
+
+def test_flashmla_s_metadata_has_the_shapes_that_sglang_slices_and_copies(recorder: Recorder):
+    backend = fixture(CASE, dsa_decode_backend="flashmla_kv").backend
+    lengths = torch.ones(5, dtype=torch.int32)
+    made = backend._compute_flashmla_metadata(cache_seqlens=lengths, seq_len_q=1)
+    assert made.num_splits.shape == (6,) and made.num_splits.dtype == torch.int32
+    of_three = made.slice(slice(0, 4))
+    of_three.copy_(backend._compute_flashmla_metadata(cache_seqlens=lengths[:3], seq_len_q=1))
+    assert of_three.num_splits.data_ptr() == made.num_splits.data_ptr() and of_three.num_splits.shape == (4,)
+
+
+def test_a_draft_s_objects_are_served_too(recorder: Recorder):
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnMultiStepBackend
+
+    built = fixture(CASE)
+    steps = DeepseekSparseAttnMultiStepBackend(built.runner, topk=1, speculative_num_steps=3)
+    assert len(steps.attn_backends) == 2
+    servers = [server_of(each) for each in steps.attn_backends]
+    assert all(server is not None for server in servers)
+    assert servers[0].attentions[0] is server_of(built.backend).attentions[0]
