@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from attention_steps import BLOCK, BLOCKS, HEADS, REFERENCE, SPEC, TOPK, written_cache
+from commands import document, invoke
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention, SparseMLAAttention
-from mla_portable.attention.prompt_times import TIMES, Counts, prompt_times
+from mla_portable.attention.prompt_times import TIMES, Counts, PromptTimes, prompt_times
+from mla_portable.bench.prompts import STEPS, StepTimes, fit
 from mla_portable.contracts import Batch, ContextShare, InvalidArgument, PlanMismatch, UnsupportedRequest
 from mla_portable.layouts import LAYOUTS
 from mla_portable.planner import Planner
@@ -294,3 +296,26 @@ def test_primitives_are_chosen_like_all_others():
     assert layer.decisions["masked"].request == layer.decisions["dense"].request.but(selection=True)
     assert layer.decisions["concat"].request.primitive is CONCAT_MLA_K
     assert layer.decisions["dense"].request.primitive is MASKED_PREFILL
+
+
+def test_bench_prompts_compares_both_ways_and_fits_their_times():
+    words = ["bench", "prompts", "--device", "cpu", "--heads", "2", "--layout", "bf16", "--backend", BACKEND, "--repeat", "1"]
+    found = document(*words, "--fit")
+    assert found["ok"] and [line["prompts"] for line in found["lines"]] == ["2 x 40", "1 x 70", "1 x 20 of 90"]
+    assert all(0 < line["error"] < 0.02 and line["loses"] >= 0 for line in found["lines"])
+    fitted = PromptTimes(**found["constants"]["2"])
+    for line, masked in zip(found["lines"], (False, True, True), strict=True):
+        assert line["masked"] == masked and line["latent_us"] > 0
+    assert min(astuple(fitted)) >= 0 and fitted.masked_pair + fitted.masked_key + fitted.masked_fixed > 0
+    shown = invoke(*words).stdout
+    assert "2 heads: latent rows by" in shown and "masked reference.torch" in shown
+
+
+def test_a_fit_finds_the_constants_of_times_that_follow_them():
+    wanted = PromptTimes(20, 50, 150, 22, 12, 13, 5, 18, 16, 40, 12)
+    steps: list[tuple[tuple[int, int], ...]] = [*STEPS, ((3000, 3000),) * 2, ((500, 2500),), ((8000, 40_000),)]
+    times: list[StepTimes] = []
+    for step in steps:
+        amount, masked = counts(*step), step[0][1] > 2048
+        times.append(StepTimes(step, amount, wanted.latent_us(amount), wanted.per_head_us(amount, masked=masked), 0.0, masked))
+    assert astuple(fit(times)) == pytest.approx(astuple(wanted), rel=2e-3, abs=2e-2)

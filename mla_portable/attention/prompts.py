@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -112,9 +112,11 @@ class PromptAttention:
         self.device = device_of(_CLASS, device)
         registry = get_registry() if registry is None else registry
         facts, layers = registry.facts(self.device), LayerRegistry(registry, backend)
-        widths = {"num_heads": spec.num_heads, "qk_head_dim": head_dims.query, "v_head_dim": head_dims.value}
+        widths: dict[str, Any] = {"qk_head_dim": head_dims.query, "v_head_dim": head_dims.value}
         # keys and values are what `project` makes of rows that were all written
-        attend = Request(MASKED_PREFILL, facts, **widths, rows=spec.max_num_tokens, finite_values=True)
+        attend = Request(
+            MASKED_PREFILL, facts, **widths, num_heads=spec.num_heads, rows=spec.max_num_tokens, finite_values=True
+        )
         gather = Request(
             GATHER_UPCONVERT,
             facts,

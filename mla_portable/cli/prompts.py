@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mla_portable.attention.prompt_times import PromptTimes
     from mla_portable.bench.prompts import StepTimes
 
+_SMALL: Final[dict[str, Any]] = {"topk": 64, "max_num_tokens": 128, "max_model_len": 128}
+"""Of a layer on a CPU."""
 _LIMITS: Final = {False: 0.02, True: 0.06}
 """Relative error between the two ways, by whether the cache is quantised: one of them attends to new tokens as they were."""
 
@@ -52,17 +54,24 @@ def prompts(
             raise typer.BadParameter(f"must be three numbers (got {widths!r})", param_hint="--head-dims")
         counts = numbers(heads, "--heads") or (8, 16, 32, 64, 128)
         if where.type == "cpu":
-            steps, size = (((40, 40),) * 2, ((70, 70),), ((20, 90),)), {"topk": 64, "max_num_tokens": 128, "max_model_len": 128}
+            steps, size = (((40, 40),) * 2, ((70, 70),), ((20, 90),)), _SMALL
         else:
             steps, size = STEPS, {}
         found: dict[int, list[StepTimes]] = {}
+        constants: dict[int, PromptTimes] = {}
+        served: dict[str, list[int]] = {}
+        facts = ""
         with output.progress() as advance:
             for number, count in enumerate(counts):
-                layer = make_layer(where, num_heads=count, layout=layout, head_dims=HeadDims(*dims), backend=backend, **size)
                 advance(f"{count} heads", number, len(counts))
+                layer = make_layer(where, num_heads=count, layout=layout, head_dims=HeadDims(*dims), backend=backend, **size)
+                facts = str(layer.latent.facts)
                 found[count] = [time_step(layer, step, repeat=repeat) for step in steps]
-                served = {name: str(each.chosen) for name, each in layer.per_head.decisions.items()}
-        constants = {count: fitted(times) if fit else prompt_times(layer.per_head) for count, times in found.items()}
+                constants[count] = fitted(found[count]) if fit else prompt_times(layer.per_head)
+                per_head = ", ".join(f"{name} {each.chosen}" for name, each in layer.per_head.decisions.items())
+                route = layer.latent.route_decision.verdict
+                latent = ", ".join(f"{part.role} {part.decision.chosen}" for part in route.parts)
+                served.setdefault(f"latent rows by {latent}; keys of each head by {per_head}", []).append(count)
         limit = _LIMITS[LAYOUTS[layout].is_quantized]
         ok = all(each.error <= limit for times in found.values() for each in times)
         if as_json:
@@ -72,11 +81,8 @@ def prompts(
         else:
             headings = ["heads", "prompts", "latent rows, us", "keys of each head, us", "chosen", "loses", "error"]
             rows = [_row(_line(count, each, constants[count])) for count, times in found.items() for each in times]
-            output.show(
-                hanging("device", str(layer.latent.facts)),
-                hanging("served", f"latent rows by {layer.latent.explain().splitlines()[0]}"),
-            )
-            output.show(hanging("served", f"keys of each head by {', '.join(f'{name} {who}' for name, who in served.items())}"))
+            output.show(hanging("device", facts))
+            output.show(*(hanging("served", f"{', '.join(map(str, heads))} heads: {who}") for who, heads in served.items()))
             output.show(columns(headings, rows, numbers=[*headings[2:4], *headings[5:]]))
             if fit:
                 output.show(*(f"{count}: PromptTimes{astuple(each)}" for count, each in constants.items()))

@@ -2,7 +2,7 @@
 """`python -m mla_portable.flash_mla SCRIPT [ARGS]`: run an unchanged program in which `flash_mla` is this package.
 
 The processes that it starts find it too. `flash_mla_sparse_fwd` computes `max_logits` there, which a program may read, unless
-MLA_PORTABLE_FLASH_MLA_MAX_LOGITS says otherwise. `-m MODULE [ARGS]` runs a module; `--force` hides a FlashMLA that is installed.
+MLA_PORTABLE_FLASH_MLA_MAX_LOGITS says otherwise. `-m MODULE [ARGS]` runs a module, `--force` hides a FlashMLA that is there.
 """
 
 from __future__ import annotations

@@ -62,10 +62,8 @@ class StepPrompts:
 
 def head_dims(arguments: dict[str, Any]) -> HeadDims | None:
     """Of a layer with these arguments of its implementation; None where it has no keys of each head."""
-    widths = [arguments.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    if arguments.get("kv_b_proj") is None or not all(widths):
-        return None
-    return HeadDims(*widths)
+    nope, rope, value = (arguments.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return HeadDims(nope, rope, value) if arguments.get("kv_b_proj") is not None and nope and rope and value else None
 
 
 def attention(resolved: Resolved, vllm_config: Any, dims: HeadDims | None) -> PromptAttention | None:
