@@ -156,9 +156,7 @@ def guard_rows(block_size: int) -> int:
     return max(block_size, GUARD_ROWS)
 
 
-def paged(
-    dtype: torch.dtype, width: int, num_blocks: int, block_size: int, *, gap_bytes: int = 0, alignment: int = 1
-) -> Paged:
+def paged(dtype: torch.dtype, width: int, num_blocks: int, block_size: int, *, gap_bytes: int = 0, alignment: int = 1) -> Paged:
     """A cache of rows of `width` elements in which every byte is 0xFF: NaN as e4m3, as bf16 and as float32.
 
     Args:
@@ -170,9 +168,7 @@ def paged(
     return Paged(storage, *_views(storage, dtype, width, num_blocks, block_size, stride, guard))
 
 
-def paged_cache(
-    layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False, alignment: int = 1
-) -> Paged:
+def paged_cache(layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False, alignment: int = 1) -> Paged:
     """Likewise of a layout, with blocks `block_stride` apart; the first one is at a multiple of CACHE_ALIGNMENT."""
     gap_bytes = block_stride(layout, block_size, strided=strided, alignment=alignment) - block_size * layout.row_bytes
     cache = paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap_bytes, alignment=CACHE_ALIGNMENT)

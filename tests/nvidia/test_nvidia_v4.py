@@ -196,6 +196,15 @@ def test_with_promises_nothing_but_the_library_runs(generation):
         torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
 
 
+def test_what_the_library_leaves_in_empty_rows_of_either_list_is_found_and_corrected():
+    with installed("vllm 0.33", empty_out={128: torch.nan}):
+        assert discovery.find_kernel(SPARSE_DECODE, FACTS["sm90"], layout=FP8_V4).traits.zeroes_empty == (64,)
+        (q, cache, indices), more = problem(3, 1, 128)
+        indices, more["extra_indices"] = torch.full_like(indices, -1), torch.full_like(more["extra_indices"], -1)
+        got, _ = bound(128, clean_indices=True, lse=False)(q, cache, indices, softmax_scale=SCALE, **more)
+        assert torch.equal(got, torch.zeros_like(got))
+
+
 # --------------------------------------------------------------------------------------------------- what is chosen
 
 
@@ -230,4 +239,3 @@ def test_few_heads_go_to_the_kernel_that_pads_none(heads, first):
     able = [each for each in machine.decide(request).verdicts if not each.reasons]
     both = ["nvidia.native_v4", NAME]
     assert [each.implementation for each in able] == [both[first], both[1 - first]]
-

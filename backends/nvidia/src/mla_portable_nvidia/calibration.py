@@ -110,7 +110,8 @@ def _zeroes_empty(
     """The head counts with which rows without keys become zeros; and those where they do under every kind of sink.
 
     Args:
-        lead: of q and out, in front of the heads. width: of q. rows: indices that leave a row without keys, and what goes with them.
+        lead: of q and out, in front of the heads. width: of q.
+        rows: indices that leave a row without keys, and what goes with them.
     """
 
     def zeroes(count: int, with_sink: bool) -> bool:

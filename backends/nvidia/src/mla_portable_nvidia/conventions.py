@@ -17,7 +17,6 @@ Plan = tuple[Tensor, Tensor]
 """(tile_scheduler_metadata [parts, 8] int32, num_splits [B + 1] int32), on the device."""
 
 
-
 class SecondCache(NamedTuple):
     """What a row attends to beside its first list: kv [blocks, page, 1, row bytes] uint8 and indices [B, S, E] int32."""
 

@@ -173,9 +173,9 @@ def tile_schedule(
 class TileSchedules:
     """The SchedulePlanner of kind "flashmla_tiles".
 
-    With fixed widths of both lists a schedule depends on (rows, query length) alone. A shape that was not seen lately costs a schedule on
-    the host and a copy from page-locked memory; nothing waits for it. When too many are kept all are forgotten; whoever
-    captured a graph keeps its plan, and the plan keeps its schedule.
+    With fixed widths of both lists a schedule depends on (rows, query length) alone. A shape that was not seen lately costs a
+    schedule on the host and a copy from page-locked memory; nothing waits for it. When too many are kept all are forgotten;
+    whoever captured a graph keeps its plan, and the plan keeps its schedule.
     """
 
     def __init__(self, limits: ScheduleLimits) -> None:
