@@ -37,7 +37,9 @@ from machines import CPU, H200
 from torch import Tensor
 
 from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Request, UnsupportedRequest
+from mla_portable.contracts.rules import check_cache
 from mla_portable.problems import attention_problem, draw
+from mla_portable.problems.base import cases_for
 from mla_portable.problems.probe import request_case
 from mla_portable.problems.stage import Problem
 from mla_portable.registry import Registry
@@ -156,6 +158,35 @@ def test_the_problem_has_the_sizes_and_features_of_the_request(primitive: Primit
         assert shapes["index_cache"][1:] == (64, 132) and call.kwargs["scale_format"] == "pow2"
     if primitive is SELECT:  # or no score would decide anything
         assert call.kwargs["topk"] == 2048 and (call.args["seq_lens"] > 2048 + 64).any()
+
+
+def alignment_of(problem: Problem) -> int:
+    """That of both caches of a call, as sparse_decode finds it."""
+    tensors = problem.args | problem.kwargs
+    caches = [tensors[name] for name in ("kv_cache", "extra_kv_cache") if name in tensors]
+    return min(check_cache("test", "kv_cache", cache, torch.device("cpu"))[3] for cache in caches)
+
+
+@pytest.mark.parametrize(("block_size", "extra_block_size"), [(69, None), (61, None), (64, 53), (1, 2)])
+@pytest.mark.parametrize("alignment", [8, 16])
+def test_the_caches_of_the_problem_are_as_aligned_as_the_request_says(block_size, extra_block_size, alignment):
+    """A block of an odd number of fp8_v4 rows is no multiple of 16 bytes long; engines pad it."""
+    made = candidate(DECODE, RIGHT[DECODE], kv_layouts=("fp8_v4",), extra_cache=True, cache_alignment=alignment)
+    second = {} if extra_block_size is None else {"extra_topk": 64, "extra_block_size": extra_block_size}
+    sizes = {"num_heads": 2, "topk": 64, "block_size": block_size, "cache_alignment": alignment}
+    (case,) = request_case(made, Request(DECODE, CPU, kv_layout="fp8_v4", **sizes, **second))
+    assert case.request.cache_alignment == alignment == alignment_of(case.build(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_the_caches_of_a_case_are_as_aligned_as_it_asks(alignment):
+    made = candidate(DECODE, RIGHT[DECODE], kv_layouts=("fp8_v4",), extra_cache=True, cache_alignment=alignment)
+    cases = [case for case in cases_for(made, CPU, "quick") if case.params.rows and case.params.blocks != "address"]
+    odd = [case for case in cases if case.params.block_size in (1, 53)]
+    assert {case.request.cache_alignment for case in odd} == ({16} if alignment == 16 else {8, 16})
+    for case in [*odd[:6], *[case for case in odd if case.params.extra_topk][:4], cases[-1]]:
+        problem = case.params.build(1, torch.device("cpu"), CPU)
+        assert alignment_of(problem) == case.request.cache_alignment, case.id
 
 
 def sized(made: Implementation, request: Request) -> Request:

@@ -36,7 +36,12 @@ ROWS_WORK: Final = 16
 
 
 def attention_params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[AttentionParams]:
-    """What a level asks of an implementation of sparse_decode or sparse_prefill."""
+    """What a level asks of an implementation of sparse_decode or sparse_prefill; blocks are as aligned as it wants them."""
+    for params in _level_params(implementation, facts, level):
+        yield replace(params, alignment=implementation.support.cache_alignment)
+
+
+def _level_params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[AttentionParams]:
     axes = _axes(implementation, facts, level)
     if not all(axes.values()):
         return
@@ -381,4 +386,5 @@ def attention_of_request(request: Request, name: str) -> AttentionParams:
         extra_pattern=MIXED if request.extra_topk is not None else "dense",
         extra_lengths=request.extra_lengths,
         nope=request.nope,
+        alignment=request.cache_alignment,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleKind, ScheduleLimits, SplitSchedule, split_kv
+from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems import draw
@@ -49,6 +50,7 @@ class AttentionParams(Params):
         extra_topk: K of a second cache, None for none. extra_block_size: its block size, None where kv is flat.
         extra_pattern, extra_lengths: as `pattern` and `lengths`, of its list.
         nope: queries are as wide as the latent, and the rotary part of the rows is not read.
+        alignment: bytes, of blocks of either cache at least; those of fp8_v4 lie at multiples of 8 where nothing pads them.
     """
 
     says = (
@@ -58,7 +60,7 @@ class AttentionParams(Params):
     )
     asks = (
         "kv_layout=kv num_heads=heads topk block_size query_len rows scale_format lse=with_lse attn_sink=sink lengths "
-        "clean_indices=promised extra_topk extra_block_size extra_lengths nope"
+        "clean_indices=promised extra_topk extra_block_size extra_lengths nope cache_alignment"
     )
     softmax_scale: ClassVar[float] = SOFTMAX_SCALE
     kv: str
@@ -83,6 +85,21 @@ class AttentionParams(Params):
     extra_pattern: str = "dense"
     extra_lengths: bool = False
     nope: bool = False
+    alignment: int = 1
+
+    @property
+    def cache_alignment(self) -> int:
+        """What the caches have, as in a Request."""
+        layout, bits = LAYOUTS[self.kv_layout], CACHE_ALIGNMENT
+        for block_size in (self.block_size, self.extra_block_size if self.extra_topk is not None else None):
+            if block_size is not None:
+                bits |= draw.block_stride(layout, block_size, strided=self.strided, alignment=self.alignment)
+        return bits & -bits
+
+    @property
+    def strided(self) -> bool:
+        """Blocks lie further apart than they are long."""
+        return self.blocks in ("strided", "pair")
 
     @property
     def kv_layout(self) -> str:
@@ -298,7 +315,7 @@ def _kv(params: AttentionParams, stage: Stage, name: str, g: torch.Generator) ->
     count = min(draw.MIXED_TOKENS if params.pattern == draw.MIXED else params.topk + params.topk // 8, limit - 8)
     used = torch.cat([edge, order])[:count]
     unused = torch.cat([torch.tensor([], dtype=torch.int64) if params.pattern == "dense" else torch.tensor([0]), order[-6:]])
-    cache = draw.paged_cache(layout, num_blocks, block_size, strided=params.blocks != "packed")
+    cache = draw.paged_cache(layout, num_blocks, block_size, strided=params.strided, alignment=params.alignment)
     cache.put(used, draw.cached_rows(count, layout, params.scale_format, g, size=params.size))
     view = cache.view[0] if params.block_size is None else cache.view
     return _KV(stage.read(name, view), view, used, used, unused, limit)

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.layouts import SCALE_GROUP, CacheLayout
 from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 
@@ -155,26 +156,36 @@ def guard_rows(block_size: int) -> int:
     return max(block_size, GUARD_ROWS)
 
 
-def paged(dtype: torch.dtype, width: int, num_blocks: int, block_size: int, *, gap_bytes: int = 0) -> Paged:
+def paged(dtype: torch.dtype, width: int, num_blocks: int, block_size: int, *, gap_bytes: int = 0, alignment: int = 1) -> Paged:
     """A cache of rows of `width` elements in which every byte is 0xFF: NaN as e4m3, as bf16 and as float32.
 
     Args:
-        gap_bytes: between blocks.
+        gap_bytes: between blocks. alignment: of the first block, in bytes.
     """
     row = width * dtype.itemsize
-    guard, stride = guard_rows(block_size) * row, block_size * row + gap_bytes
+    guard, stride = _up(guard_rows(block_size) * row, alignment), block_size * row + gap_bytes
     storage = torch.full((guard + num_blocks * stride + guard,), 0xFF, dtype=torch.uint8)
     return Paged(storage, *_views(storage, dtype, width, num_blocks, block_size, stride, guard))
 
 
-def paged_cache(layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False) -> Paged:
-    """Likewise of a layout.
+def paged_cache(layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False, alignment: int = 1) -> Paged:
+    """Likewise of a layout, with blocks `block_stride` apart; the first one is at a multiple of CACHE_ALIGNMENT."""
+    gap_bytes = block_stride(layout, block_size, strided=strided, alignment=alignment) - block_size * layout.row_bytes
+    cache = paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap_bytes, alignment=CACHE_ALIGNMENT)
+    return replace(cache, layout=layout)
 
-    strided: blocks lie three rows further apart than they are long, at a whole multiple of the distance between rows.
+
+def block_stride(layout: CacheLayout, block_size: int, *, strided: bool = False, alignment: int = 1) -> int:
+    """Bytes from block to block: as long as they are, rounded up to a multiple of `alignment`.
+
+    strided: three rows further apart, at a whole multiple of the distance between rows.
     """
-    pitch = layout.row_pitch * layout.dtype.itemsize
-    gap_bytes = 3 * pitch + -block_size * layout.apart_bytes % pitch if strided else 0
-    return replace(paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap_bytes), layout=layout)
+    length, pitch = block_size * layout.row_bytes, layout.row_pitch * layout.dtype.itemsize
+    return _up(length + 3 * pitch + -block_size * layout.apart_bytes % pitch if strided else length, alignment)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _views(

@@ -42,7 +42,7 @@ class _Published:
         """See Params. Without `lengths`, what lies past them is -1."""
         g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.kv_layout]
         block_size = self.block_size or _SLOTS
-        cache = paged_cache(layout, _SLOTS // block_size, block_size)
+        cache = paged_cache(layout, _SLOTS // block_size, block_size, alignment=self.alignment)
         cache.put(torch.arange(_CACHED), cached_rows(_CACHED, layout, self.scale_format, g))
         kv = cache.view if self.block_size else cache.view[0]
         q = torch.randn(_TOKENS, self.heads, layout.key_width, generator=g).bfloat16()

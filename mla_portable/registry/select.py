@@ -126,10 +126,10 @@ def decide(
     if rule.target == AUTO:
         _reserve_reference(ranked, request.device, maybe_others=bool(unloaded))
     ranking = Ranking(c.standing for c in ranked if not c.reasons)
-    _tell_ties([c for c in ranked if not c.reasons and ranking.tied(c.standing)])
+    _tell_ties([c for c in ranked if not c.reasons and ranking.tied(c.standing)], request)
 
     def rank(c: _Candidate) -> tuple[tuple[bool, float], float, str]:
-        return ranking.key(c.standing), c.implementation.preference, c.implementation.name
+        return ranking.key(c.standing), c.implementation.declared_cost(request), c.implementation.name
 
     ranked.sort(key=rank)
     pool = [c for c in ranked if rule.target in (AUTO, c.implementation.backend, c.implementation.name)]
@@ -186,17 +186,18 @@ def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *,
             candidate.reasons += (reason,)
 
 
-def _tell_ties(tied: Sequence[_Candidate]) -> None:
+def _tell_ties(tied: Sequence[_Candidate], request: Request) -> None:
     """Say it where declared costs decide among measured costs."""
     for candidate in tied if len(tied) > 1 else ():
-        candidate.cost_source += f" tie within {_TIE:.0%}, declared cost {candidate.implementation.preference:g} decides;"
+        declared = candidate.implementation.declared_cost(request)
+        candidate.cost_source += f" tie within {_TIE:.0%}, declared cost {declared:g} decides;"
 
 
 def _first_look(candidate: Implementation, request: Request, policy: Policy, costs: CostTable | None) -> _Candidate:
     """What can be said without the machine: switched off, unsupported, and the cost."""
     off = policy.against(candidate)
     measured = costs(candidate, request) if costs else None
-    cost, source = measured or (candidate.preference, "declared")
+    cost, source = measured or (candidate.declared_cost(request), "declared")
     return _Candidate(
         implementation=candidate,
         cost=cost,

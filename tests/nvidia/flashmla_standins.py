@@ -29,6 +29,7 @@ class Library:
     base_2, empty: of the prefill's lse. empty_out: what is left in a row without keys, by heads, where not zeros;
     sunk_out: likewise, under a sink. native: head counts of the prefill beside 64 and 128. old: the layout of plans and
     the prefill's conventions of 2025. plans: planner launches. accumulators: most bytes a call allocated. calls: decode shapes.
+    extra_calls: of those, with a second cache.
     """
 
     arch: str = "sm90"
@@ -43,6 +44,7 @@ class Library:
     plans: int = 0
     accumulators: int = 0
     calls: list[tuple[int, ...]] = field(default_factory=list)
+    extra_calls: int = 0
     prefill_calls: list[tuple[int, ...]] = field(default_factory=list)
     sinks: int = 0
     lengths: int = 0
@@ -88,24 +90,22 @@ class Library:
 
     # -------------------------------------------------------------------------------------------------------- decode
 
-    def decode(self, q, kv, indices, scale, sink=None, topk_length=None, plan=None, out=None):
+    def decode(self, q, kv, indices, scale, sink=None, topk_length=None, plan=None, out=None, extra=None):
+        """extra: (kv, indices) of a second cache, or None. Queries of 512 read rows of DeepSeek-V4, those of 576 V3.2's."""
         need = self.need
-        need(q.dtype == torch.bfloat16 and q.dim() == 4 and q.shape[3] == 576, f"q {list(q.shape)} {q.dtype}")
-        batch, query_len, heads, _ = q.shape
+        need(q.dtype == torch.bfloat16 and q.dim() == 4 and q.shape[3] in (512, 576), f"q {list(q.shape)} {q.dtype}")
+        batch, query_len, heads, width = q.shape
+        is_v4 = width == 512
+        need(not (self.old and is_v4), "q of 512")
+        need(is_v4 or extra is None, "V3.2 does not support extra KV cache")
         need(batch > 0 and 0 < query_len <= 65535, f"b {batch}, s_q {query_len}")
         need(heads in (64, 128), f"h_q {heads} is neither 64 nor 128")
         need(q.stride(3) == 1 and q.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in q.stride()[:3]), "q is not aligned")
-        need(kv.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn), f"k_cache {kv.dtype}")
-        need(kv.dim() == 4 and kv.shape[2:] == (1, 656), f"k_cache {list(kv.shape)}")
-        need(kv.stride(1) == 656 and kv.stride(3) == 1, f"k_cache strides {kv.stride()}")
-        need(kv.data_ptr() % 16 == 0 and kv.stride(0) % (16 if self.arch == "sm90" else 656) == 0, "k_cache is not aligned")
-        topk = indices.shape[-1]
-        need(indices.dtype == torch.int32 and tuple(indices.shape) == (batch, query_len, topk), "indices")
-        need(indices.is_contiguous() and topk % 64 == 0 and topk > 0, f"indices of topk {topk}")
-        need(topk_length is None, "topk_length is not there for this cache on sm90")
-        num_slots = kv.shape[0] * kv.shape[1]
-        wild = (indices != -1) & ((indices < 0) | (indices >= num_slots))
-        need(not bool(wild.any()), "an index led to wild memory")
+        need(topk_length is None, "topk_length is not there for this cache on sm90, or was not planned for")
+        lists = [(kv, indices), *([] if extra is None else [extra])]
+        for cache, slots in lists:
+            self.check_list(cache, slots, (batch, query_len), 584 if is_v4 else 656)
+        topk, extra_topk = indices.shape[-1], 0 if extra is None else extra[1].shape[-1]
         if sink is not None:
             need(sink.dtype == torch.float32 and tuple(sink.shape) == (heads,) and sink.is_contiguous(), "attn_sink")
             self.sinks += 1
@@ -113,21 +113,51 @@ class Library:
             need(out.dtype == torch.bfloat16 and tuple(out.shape) == (batch, query_len, heads, 512), "out")
             need(out.is_contiguous(), "out is not contiguous")
         if plan is None:
-            plan = self.plan(batch, query_len, heads, topk)
+            plan = self.plan(batch, query_len, heads, topk + extra_topk)
         else:
-            for given, own in zip(plan, self.own_plan(batch, query_len, heads, topk), strict=True):
+            for given, own in zip(plan, self.own_plan(batch, query_len, heads, topk + extra_topk), strict=True):
                 need(given.dtype == torch.int32 and given.is_contiguous() and torch.equal(given, own), "a foreign plan")
         self.calls.append((batch, query_len, heads, topk))
+        self.extra_calls += extra is not None
         self.accumulators = max(self.accumulators, 4 * (batch + len(plan[0])) * query_len * heads * 513)
         result = torch.full((batch, query_len, heads, 512), math.nan, dtype=torch.bfloat16) if out is None else out
         lse = torch.empty(batch, query_len, heads)
         for b in range(batch):
             for s in range(query_len):
-                rows = self.dequantised(kv, indices[b, s])
-                result[b, s], lse[b, s] = attend(q[b, s], rows, indices[b, s] >= 0, scale, sink, math.inf)
-                if not bool((indices[b, s] >= 0).any()):
+                read = self.dequantised_v4 if is_v4 else self.dequantised
+                rows = torch.cat([read(cache, slots[b, s]) for cache, slots in lists])
+                there = torch.cat([slots[b, s] >= 0 for _, slots in lists])
+                result[b, s], lse[b, s] = attend(q[b, s], rows, there, scale, sink, math.inf)
+                if not bool(there.any()):
                     result[b, s] = self.empty_out.get(heads, 0.0) if sink is None else self.sunk_out
         return result, lse.transpose(1, 2), *plan
+
+    def check_list(self, kv: Tensor, indices: Tensor, lead: tuple[int, int], row: int) -> None:
+        """A paged cache of `row` bytes a token, and slots of it."""
+        need = self.need
+        need(kv.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn), f"k_cache {kv.dtype}")
+        need(kv.dim() == 4 and kv.shape[2:] == (1, row), f"k_cache {list(kv.shape)}")
+        need(kv.stride(1) == row and kv.stride(3) == 1, f"k_cache strides {kv.stride()}")
+        apart = 16 if self.arch == "sm90" else {656: 656, 584: 576}[row]
+        need(kv.data_ptr() % 16 == 0 and kv.stride(0) % apart == 0, "k_cache is not aligned")
+        topk = indices.shape[-1]
+        need(indices.dtype == torch.int32 and tuple(indices.shape) == (*lead, topk), "indices")
+        need(indices.is_contiguous() and topk % 64 == 0 and topk > 0, f"indices of topk {topk}")
+        wild = (indices != -1) & ((indices < 0) | (indices >= kv.shape[0] * kv.shape[1]))
+        need(not bool(wild.any()), "an index led to wild memory")
+
+    def dequantised_v4(self, kv: Tensor, slots: Tensor) -> Tensor:
+        """[K, 512] float32, keys and values; absent rows are zero. Scales lie behind the rows of their page."""
+        page, slots = kv.shape[1], slots.long()
+        there = slots >= 0
+        block, token = slots.clamp(min=0) // page, slots.clamp(min=0) % page
+        pages = kv.view(torch.uint8).as_strided((kv.shape[0], page * 584), (kv.stride(0), 1))
+        rows = pages[block[:, None], token[:, None] * 576 + torch.arange(576)]
+        exponents = pages[block[:, None], page * 576 + token[:, None] * 8 + torch.arange(7)].float()
+        latent = rows[:, :448].contiguous().view(torch.float8_e4m3fn).float()
+        latent = (latent * torch.exp2(exponents - 127).repeat_interleave(64, dim=1)).bfloat16().float()
+        plain = rows[:, 448:].contiguous().view(torch.bfloat16).float()
+        return torch.where(there[:, None], torch.cat([latent, plain], dim=1), 0.0)
 
     def dequantised(self, kv: Tensor, slots: Tensor) -> Tensor:
         """[K, 576] float32 as the tensor cores see it; an absent row has no latent and the rope of some row."""
@@ -223,14 +253,16 @@ def schedule_object_module(name: str, lib: Library, *, takes_out: bool = False) 
         meta = tile_scheduler_metadata
         lib.need(isinstance(meta, FlashMLASchedMeta) and num_splits is None, "tile_scheduler_metadata must be its own object")
         lib.need(indices is not None and is_fp8_kvcache and not causal and head_dim_v == 512, "only sparse FP8 here")
-        lib.need(extra_k_cache is None and extra_indices_in_kvcache is None and extra_topk_length is None, "extra cache")
-        values = [*q.shape[:3], *k_cache.shape[1:3], causal, is_fp8_kvcache, indices.shape[-1], None, None]
+        lib.need((extra_k_cache is None) == (extra_indices_in_kvcache is None) and extra_topk_length is None, "extra cache")
+        extra = None if extra_k_cache is None else (extra_k_cache, extra_indices_in_kvcache)
+        of_extra = [None, None] if extra is None else [extra_k_cache.shape[1], extra_indices_in_kvcache.shape[-1]]
+        values = [*q.shape[:3], *k_cache.shape[1:3], causal, is_fp8_kvcache, indices.shape[-1], *of_extra]
         config = FlashMLASchedMeta.Config(*values, *([enable_batch_invariant] if takes_out else []))
         if not meta.have_initialized:
             meta.have_initialized, meta.config = True, config
         lib.need(meta.config == config, f"the object was made for {meta.config}, the call is {config}")
         plan = None if meta.tile_scheduler_metadata is None else (meta.tile_scheduler_metadata, meta.num_splits)
-        result, lse, *plan = lib.decode(q, k_cache, indices, softmax_scale, attn_sink, topk_length, plan, out)
+        result, lse, *plan = lib.decode(q, k_cache, indices, softmax_scale, attn_sink, topk_length, plan, out, extra)
         meta.tile_scheduler_metadata, meta.num_splits = plan
         return result, lse
 
@@ -302,11 +334,12 @@ def operators(namespace: str, lib: Library, *, decode: str = "", prefill: str = 
     """torch.ops.<namespace>.sparse_decode_fwd and sparse_prefill_fwd, with schemas ending in `decode` and `prefill`."""
 
     def sparse_decode_fwd(q, kv, indices, length, sink, metadata, splits, kv2, indices2, length2, d_v, scale, *rest):
-        lib.need(kv2 is None and indices2 is None and length2 is None and d_v == 512, "extra cache or another d_v")
+        lib.need((kv2 is None) == (indices2 is None) and length2 is None and d_v == 512, "half an extra cache or another d_v")
         lib.need((metadata is None) == (splits is None), "half a plan")
         lib.need(not (len(rest) > 1 and rest[1]), "batch invariance was not asked for")
         plan = None if metadata is None else (metadata, splits)
-        return lib.decode(q, kv, indices, scale, sink, length, plan, rest[0] if rest else None)
+        extra = None if kv2 is None else (kv2, indices2)
+        return lib.decode(q, kv, indices, scale, sink, length, plan, rest[0] if rest else None, extra)
 
     def sparse_prefill_fwd(q, kv, indices, scale, d_v, sink=None, length=None, out=None):
         return lib.prefill(q, kv, indices, scale, d_v, sink, length, out)

@@ -287,7 +287,7 @@ def test_every_machine_is_served_or_told_why_not(name):
     assert decision.chosen == (*served, "reference.torch")[0]
     for implementation, reasons in nvidia_verdicts(decision).items():
         assert (reasons == "") == (implementation in served)
-        other_layout = reasons.startswith("kv_layout fp8_ds_mla (supports bf16)")
+        other_layout = reasons.startswith(("kv_layout fp8_ds_mla (supports bf16)", "kv_layout fp8_ds_mla (supports fp8_v4)"))
         assert reasons == "" or other_layout or f"arch {facts.arch} (supports sm" in reasons
 
 

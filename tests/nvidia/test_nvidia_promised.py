@@ -76,8 +76,8 @@ def watch(library: Library) -> list[dict[str, object]]:
     seen: list[dict[str, object]] = []
     decode = library.decode
 
-    def watched(q, kv, indices, scale, sink=None, length=None, plan=None, out=None):
-        results = decode(q, kv, indices, scale, sink, length, plan, out)
+    def watched(q, kv, indices, scale, sink=None, length=None, plan=None, out=None, extra=None):
+        results = decode(q, kv, indices, scale, sink, length, plan, out, extra)
         seen.append({"kv": kv, "indices": indices, "out": out, "result": results[0]})
         return results
 
@@ -137,10 +137,10 @@ def test_calibration_asks_for_every_way_to_an_empty_row():
     with installed("vllm 0.33") as library:
         before, decode = [], library.decode
 
-        def watched(q, kv, indices, scale, sink=None, length=None, plan=None, out=None):
+        def watched(q, kv, indices, scale, sink=None, length=None, plan=None, out=None, extra=None):
             if out is not None:
                 before.append((q.shape[2], indices.shape[2], sink is not None, bool(out.isnan().all())))
-            return decode(q, kv, indices, scale, sink, length, plan, out)
+            return decode(q, kv, indices, scale, sink, length, plan, out, extra)
 
         library.decode = watched
         assert find_kernel(SPARSE_DECODE, FACTS["sm90"]).traits.zeroes_empty == (64, 128)

@@ -9,24 +9,35 @@ from functools import partial
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Primitive, Reason, Request
+from mla_portable.layouts import FP8_DS_MLA, FP8_V4, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.discovery import Found, find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
 from mla_portable_nvidia.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
 from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
-from mla_portable_nvidia.support import attention_support, triton_missing, truncation_allowed
+from mla_portable_nvidia.support import attention_support, triton_missing, truncation_allowed, v4_support
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
+_NAME_V4: Final = "nvidia.flashmla_v4"
 _PREFERENCE: Final = 10.0
+_FEW_HEADS: Final = 32
+"""Up to as many, `nvidia.native_v4` computes `fp8_v4` faster than FlashMLA does 64 (docs/nvidia.md)."""
+_PADDING_V4: Final = 25.0
+"""Declared cost of padding that few heads: behind `nvidia.native_v4`, in front of the portable kernels."""
 
 
 def _kernel(request: Request) -> Found:
-    found = find_kernel(request.primitive, request.device)
+    found = find_kernel(request.primitive, request.device, layout=_layout(request))
     if found.provider is None:
         why = "; ".join(map(str, found.reasons)) or "no provider was found"
         raise MLAPortableError(f"{request.primitive}: nothing brings FlashMLA here: {why}")
     return found
+
+
+def _layout(request: Request) -> CacheLayout:
+    """What decode reads."""
+    return FP8_V4 if request.kv_layout == FP8_V4.name else FP8_DS_MLA
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
@@ -41,9 +52,15 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         takes_plan=found.traits.takes_plan,
         arch=device.arch,
         num_sms=device.num_sms,
-        sanitises=not (request.clean_indices and request.topk is not None and request.topk % TOPK_MULTIPLE == 0),
+        layout=_layout(request),
+        sanitises=not (request.clean_indices and _fits(request.topk) and _fits(request.extra_topk or 0)),
         finishes=request.lse or not _comes_finished(found, request),
     )
+
+
+def _fits(topk: int | None) -> bool:
+    """The kernel takes lists of this width."""
+    return topk is not None and topk % TOPK_MULTIPLE == 0
 
 
 def _comes_finished(found: Found, request: Request) -> bool:
@@ -72,18 +89,22 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
     )
 
 
-def check_kernel(primitive: Primitive, device: DeviceFacts) -> tuple[Reason, ...]:
-    """Every provider's reason why it cannot serve; where one can, what its passes lack."""
-    found = find_kernel(primitive, device)
+def check_kernel(primitive: Primitive, device: DeviceFacts, layout: CacheLayout = FP8_DS_MLA) -> tuple[Reason, ...]:
+    """Every provider's reason why it cannot serve; where one can, what its passes lack. layout: that decode reads."""
+    found = find_kernel(primitive, device, layout=layout)
     if found.provider is None:
         return found.reasons
     return triton_missing(waits=primitive is SPARSE_PREFILL)  # behind decode nothing starts early
 
 
+def _v4_preference(request: Request) -> float:
+    return _PADDING_V4 if request.num_heads is not None and request.num_heads <= _FEW_HEADS else _PREFERENCE
+
+
 def attention_implementations(
     *, device_types: tuple[str, ...] = ("cuda",), environ: Mapping[str, str] | None = None
 ) -> Iterator[Implementation]:
-    """sparse_decode and sparse_prefill, each for SM90 and for SM100.
+    """sparse_decode and sparse_prefill, each for SM90 and for SM100; sparse_decode on `fp8_v4` for SM90.
 
     Args:
         device_types: ("cuda",) but for tests that run stand-ins of the kernels on a CPU.
@@ -108,3 +129,13 @@ def attention_implementations(
             check=partial(check_kernel, SPARSE_PREFILL),
             preference=_PREFERENCE,
         )
+    yield Implementation(
+        _NAME_V4,
+        SPARSE_DECODE,
+        v4_support(device_types=device_types),
+        bind_sparse_decode,
+        check=partial(check_kernel, SPARSE_DECODE, layout=FP8_V4),
+        preference=_PREFERENCE,
+        preference_for=_v4_preference,
+        schedule_kind=FLASHMLA_TILES,
+    )

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import torch
 
-from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
+from mla_portable.layouts import FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, CacheLayout
+from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel, SecondCache
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
 _PAGE: Final = 64
@@ -51,32 +51,51 @@ class Traits:
     heads: tuple[int, ...] = ()
 
 
-def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> Traits:
+def calibrate_decode(kernel: DecodeKernel, device: torch.device, layout: CacheLayout = FP8_DS_MLA) -> Traits:
     """Two calls on one row of 512 keys, and a few on rows without any; waits for the device.
+
+    Of `fp8_v4` the last 64 of the keys are in a second cache, and rows without keys have it too, or not.
 
     Raises: NotThisConvention when the provider refuses the call or computes something else; device faults as they come.
     """
-    q = torch.zeros((1, 1, 64, HEAD_SIZE), dtype=torch.bfloat16, device=device)
-    row = FP8_DS_MLA.pack(torch.zeros(1, KV_LORA_RANK), torch.zeros(1, QK_ROPE_HEAD_DIM))
-    kv = row.expand(_DECODE_KEYS, -1).contiguous().to(device).view(-1, _PAGE, 1, row.shape[1])
+    q = torch.zeros((1, 1, 64, layout.key_width), dtype=torch.bfloat16, device=device)
+    kv = _decode_cache(layout, 0.0, device)
     indices = torch.arange(_DECODE_KEYS, dtype=torch.int32, device=device).view(1, 1, -1)
+    with_extra: dict[str, Any] = {}
+    if layout is FP8_V4:
+        if not kernel.takes_extra:
+            raise NotThisConvention(f"sparse decode has no argument for the second cache that {layout.name} comes with")
+        with_extra = {"extra": SecondCache(kv, indices[:, :, -_PAGE:].contiguous())}
+        indices = indices[:, :, :-_PAGE].contiguous()
     try:
-        out, lse = kernel(q, kv, indices, 1.0)
+        out, lse = kernel(q, kv, indices, 1.0, **with_extra)
         base_2 = _base_2("sparse decode", q, out, lse, (1, 64, 1), _DECODE_KEYS)
         takes_plan = kernel.takes_plan
         if takes_plan:
-            metadata, num_splits = kernel.plan(q, kv, indices)
+            metadata, num_splits = kernel.plan(q, kv, indices, **with_extra)
             # the eighth word of a part is padding, which a provider may leave unwritten
             words = [part[:7] for part in metadata[:8].tolist()]
             takes_plan = words == [part[:7] for part in _EIGHT_BLOCKS] and num_splits.tolist() == [0, 8]
     except _REFUSING as error:
         raise refused("sparse decode", error) from error
     # of ones: a mean over keys that do not count would show
-    row = FP8_DS_MLA.pack(torch.ones(1, KV_LORA_RANK), torch.ones(1, QK_ROPE_HEAD_DIM))
-    kv = row.expand(_DECODE_KEYS, -1).contiguous().to(device).view_as(kv)
+    kv = _decode_cache(layout, 1.0, device)
     absent = [torch.full((1, 1, keys), -1, dtype=torch.int32, device=device) for keys in (_PAGE, _DECODE_KEYS)]
     rows = [(indices, dict[str, Any]()) for indices in absent]  # in one part and in several
-    return Traits(base_2, *_zeroes_empty("sparse decode", kernel, kv, (1, 1), KERNEL_HEADS, rows), takes_plan=takes_plan)
+    if with_extra:
+        rows += [(absent[0], {"extra": SecondCache(kv, indices)}) for indices in absent]
+    zeroes = _zeroes_empty("sparse decode", kernel, kv, (1, 1), KERNEL_HEADS, rows, layout.key_width)
+    return Traits(base_2, *zeroes, takes_plan=takes_plan)
+
+
+def _decode_cache(layout: CacheLayout, value: float, device: torch.device) -> torch.Tensor:
+    """[blocks, 64, 1, row bytes] of 512 tokens, all of whose numbers are `value`."""
+    cache = torch.empty((_DECODE_KEYS // _PAGE, _PAGE, layout.row_bytes), dtype=torch.uint8)
+    row = layout.pack(torch.full((1, layout.value_width), value), torch.full((1, layout.rope_width), value))
+    parts = layout.parts(cache)
+    for part, of_row in zip(parts, row.split([part.shape[2] for part in parts], dim=1), strict=True):
+        part.copy_(of_row)
+    return cache.to(device).unsqueeze(2)
 
 
 def _zeroes_empty(
@@ -86,17 +105,19 @@ def _zeroes_empty(
     lead: tuple[int, ...],
     heads: Iterable[int],
     rows: Sequence[tuple[torch.Tensor, dict[str, Any]]],
+    width: int = HEAD_SIZE,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The head counts with which rows without keys become zeros; and those where they do under every kind of sink.
 
     Args:
-        lead: of q and out, in front of the heads. rows: indices that leave a row without keys, and what goes with them.
+        lead: of q and out, in front of the heads. width: of q.
+        rows: indices that leave a row without keys, and what goes with them.
     """
 
     def zeroes(count: int, with_sink: bool) -> bool:
         if with_sink and not kernel.takes_sink:
             return False
-        q = torch.ones((*lead, count, HEAD_SIZE), dtype=torch.bfloat16, device=kv.device)
+        q = torch.ones((*lead, count, width), dtype=torch.bfloat16, device=kv.device)
         sinks = torch.tensor([0.0, math.inf, -math.inf, 1.0], device=kv.device).repeat(count // 4)
         for indices, options in rows:
             # a provider that allocates its result is likely to be given this memory

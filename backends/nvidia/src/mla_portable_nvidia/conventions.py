@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 Plan = tuple[Tensor, Tensor]
 """(tile_scheduler_metadata [parts, 8] int32, num_splits [B + 1] int32), on the device."""
 
-PreparedDecode = Callable[[Tensor, Tensor, Tensor, float, "Tensor | None", Tensor], object]
-"""(q, kv, indices, softmax_scale, attn_sink, out) as DecodeKernel takes them; the result is in `out`."""
+
+class SecondCache(NamedTuple):
+    """What a row attends to beside its first list: kv [blocks, page, 1, row bytes] uint8 and indices [B, S, E] int32."""
+
+    kv: Tensor
+    indices: Tensor
+
+
+PreparedDecode = Callable[[Tensor, Tensor, Tensor, float, "Tensor | None", Tensor, "SecondCache | None"], object]
+"""(q, kv, indices, softmax_scale, attn_sink, out, extra) as DecodeKernel takes them; the result is in `out`."""
 
 
 class NotThisConvention(Exception):
@@ -28,12 +36,13 @@ class DecodeKernel(Protocol):
     """FlashMLA's sparse FP8 decode.
 
     Attributes:
-        takes_out: `out` may be given. takes_sink: so may `attn_sink`. takes_plan: so may `plan`.
+        takes_out: `out` may be given. takes_sink: so may `attn_sink`. takes_plan: so may `plan`. takes_extra: so may `extra`.
     """
 
     takes_out: bool
     takes_sink: bool
     takes_plan: bool
+    takes_extra: bool
 
     def __call__(
         self,
@@ -44,11 +53,13 @@ class DecodeKernel(Protocol):
         attn_sink: Tensor | None = None,
         plan: Plan | None = None,
         out: Tensor | None = None,
+        extra: SecondCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend; graph-safe, allocates the provider's own accumulators.
 
         Args:
             q: [B, S, H, 576] bf16. kv: [blocks, page, 1, 656] uint8. indices: [B, S, K] int32, slots or -1, contiguous.
+                Or q [B, S, H, 512] and kv [blocks, page, 1, 584] of `fp8_v4`, with which alone there may be an `extra`.
             attn_sink: [H] float32. plan: for just these shapes; None lets the provider make one, by a kernel of its own.
             out: [B, S, H, 512] bf16, contiguous.
         Returns: out [B, S, H, 512] and lse [B, H, S] float32, the order of axes that FlashMLA has, in the provider's own base
@@ -56,13 +67,13 @@ class DecodeKernel(Protocol):
         """
         ...
 
-    def plan(self, q: Tensor, kv: Tensor, indices: Tensor) -> Plan:
+    def plan(self, q: Tensor, kv: Tensor, indices: Tensor, extra: SecondCache | None = None) -> Plan:
         """The provider's own plan for a call with these tensors."""
         ...
 
     def prepared(self, plan: Plan | None) -> PreparedDecode:
         """The same call with this plan, for callers that repeat it and do not read the lse; where takes_out."""
-        return lambda q, kv, indices, softmax_scale, attn_sink, out: self(q, kv, indices, softmax_scale, attn_sink, plan, out)
+        return lambda q, kv, indices, scale, attn_sink, out, extra: self(q, kv, indices, scale, attn_sink, plan, out, extra)
 
 
 class PrefillKernel(Protocol):

@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, Plan, Positions, PreparedDecode, parameters_of
+from mla_portable_nvidia.conventions import (
+    DecodeKernel,
+    NotThisConvention,
+    Plan,
+    Positions,
+    PreparedDecode,
+    SecondCache,
+    parameters_of,
+)
 
+_EXTRA_NAMES: Final = ("extra_kv", "extra_indices")
 _DECODE_NAMES: Final = ("q", "kv", "indices", "attn_sink", "tile_scheduler_metadata", "num_splits", "d_v", "sm_scale")
 
 
@@ -28,13 +37,15 @@ class OperatorDecode(DecodeKernel):
 
     def __init__(self, operator: Any) -> None:
         """operator: the overload itself, `torch.ops.<library>.sparse_decode_fwd.default`. Raises: NotThisConvention."""
-        positions = Positions(operator, _DECODE_NAMES, ("out_",))
+        positions = Positions(operator, _DECODE_NAMES, ("out_", *_EXTRA_NAMES))
         self._operator, self._template, index = operator, positions.template, positions.index
         self._template[index["d_v"]] = KV_LORA_RANK
         self._q, self._kv, self._indices, self._scale = (index[n] for n in ("q", "kv", "indices", "sm_scale"))
         self._sink, self._metadata = index["attn_sink"], index["tile_scheduler_metadata"]
         self._num_splits, self._out = index["num_splits"], index.get("out_")
         self.takes_out = self._out is not None
+        self._extra = tuple(index[name] for name in _EXTRA_NAMES if name in index)
+        self.takes_extra = len(self._extra) == len(_EXTRA_NAMES)
 
     def _run(
         self,
@@ -45,6 +56,7 @@ class OperatorDecode(DecodeKernel):
         attn_sink: Tensor | None = None,
         plan: Plan | None = None,
         out: Tensor | None = None,
+        extra: SecondCache | None = None,
     ) -> tuple[Tensor, ...]:
         arguments = self._template.copy()
         arguments[self._q], arguments[self._kv], arguments[self._indices], arguments[self._scale] = q, kv, indices, scale
@@ -52,6 +64,8 @@ class OperatorDecode(DecodeKernel):
         arguments[self._metadata], arguments[self._num_splits] = plan or (None, None)
         if self._out is not None:
             arguments[self._out] = out
+        if extra is not None:
+            arguments[self._extra[0]], arguments[self._extra[1]] = extra
         return self._operator(*arguments)
 
     def __call__(
@@ -63,14 +77,15 @@ class OperatorDecode(DecodeKernel):
         attn_sink: Tensor | None = None,
         plan: Plan | None = None,
         out: Tensor | None = None,
+        extra: SecondCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See DecodeKernel."""
-        result, lse, *_ = self._run(q, kv, indices, softmax_scale, attn_sink, plan, out)
+        result, lse, *_ = self._run(q, kv, indices, softmax_scale, attn_sink, plan, out, extra)
         return result, lse
 
-    def plan(self, q: Tensor, kv: Tensor, indices: Tensor) -> Plan:
+    def plan(self, q: Tensor, kv: Tensor, indices: Tensor, extra: SecondCache | None = None) -> Plan:
         """See DecodeKernel: the operator returns the plan that it made."""
-        results = self._run(q, kv, indices, 1.0)
+        results = self._run(q, kv, indices, 1.0, extra=extra)
         return results[2], results[3]
 
     def prepared(self, plan: Plan | None) -> PreparedDecode:
@@ -78,13 +93,23 @@ class OperatorDecode(DecodeKernel):
         arguments = self._template.copy()
         arguments[self._metadata], arguments[self._num_splits] = plan or (None, None)
         operator, copy, q_at, kv_at, indices_at = self._operator, arguments.copy, self._q, self._kv, self._indices
-        scale_at, sink_at, out_at = self._scale, self._sink, self._out
+        scale_at, sink_at, out_at, extra_at = self._scale, self._sink, self._out, self._extra
         assert out_at is not None
 
-        def call(q: Tensor, kv: Tensor, indices: Tensor, scale: float, attn_sink: Tensor | None, out: Tensor) -> object:
+        def call(
+            q: Tensor,
+            kv: Tensor,
+            indices: Tensor,
+            scale: float,
+            attn_sink: Tensor | None,
+            out: Tensor,
+            extra: SecondCache | None,
+        ) -> object:
             given = copy()
             given[q_at], given[kv_at], given[indices_at] = q, kv, indices
             given[scale_at], given[sink_at], given[out_at] = scale, attn_sink, out
+            if extra is not None:
+                given[extra_at[0]], given[extra_at[1]] = extra
             return operator(*given)
 
         return call
@@ -104,6 +129,7 @@ class ScheduleObjectDecode(DecodeKernel):
         self._call = module.flash_mla_with_kvcache
         names = parameters_of(self._call, _WITH_KVCACHE_NAMES)
         self.takes_out, self.takes_sink = "out" in names, "attn_sink" in names
+        self.takes_extra = {"extra_k_cache", "extra_indices_in_kvcache"} <= set(names)
         self._meta = module.FlashMLASchedMeta
         config = getattr(self._meta, "Config", None)
         fields = tuple(field.name for field in dataclasses.fields(config)) if dataclasses.is_dataclass(config) else ()
@@ -111,7 +137,9 @@ class ScheduleObjectDecode(DecodeKernel):
         self.takes_plan = bool(fields) and set(fields) <= set(self._values(1, 1, 64, 1, 64))
 
     @staticmethod
-    def _values(batch: int, query_len: int, heads: int, page: int, topk: int) -> dict[str, Any]:
+    def _values(
+        batch: int, query_len: int, heads: int, page: int, topk: int, extra: SecondCache | None = None
+    ) -> dict[str, Any]:
         """What a sparse FP8 call's configuration holds, by the names of its fields."""
         return {
             "b": batch,
@@ -122,8 +150,8 @@ class ScheduleObjectDecode(DecodeKernel):
             "causal": False,
             "is_fp8_kvcache": True,
             "topk": topk,
-            "extra_page_block_size": None,
-            "extra_topk": None,
+            "extra_page_block_size": None if extra is None else extra.kv.shape[1],
+            "extra_topk": None if extra is None else extra.indices.shape[2],
             "enable_batch_invariant": False,
         }
 
@@ -150,12 +178,13 @@ class ScheduleObjectDecode(DecodeKernel):
         attn_sink: Tensor | None = None,
         plan: Plan | None = None,
         out: Tensor | None = None,
+        extra: SecondCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See DecodeKernel."""
         meta = self._meta()
         if plan is not None:
             batch, query_len, heads, _ = q.shape
-            values = self._values(batch, query_len, heads, kv.shape[1], indices.shape[2])
+            values = self._values(batch, query_len, heads, kv.shape[1], indices.shape[2], extra)
             meta.config = self._config(**{name: values[name] for name in self._fields})
             meta.tile_scheduler_metadata, meta.num_splits = plan
             meta.have_initialized = True
@@ -164,14 +193,19 @@ class ScheduleObjectDecode(DecodeKernel):
             others["attn_sink"] = attn_sink
         if out is not None:
             others["out"] = out
-        result, lse = self._run(meta, q, kv, indices, softmax_scale, **others)
+        result, lse = self._run(meta, q, kv, indices, softmax_scale, **others, **_extra_of(extra))
         return result, lse
 
-    def plan(self, q: Tensor, kv: Tensor, indices: Tensor) -> Plan:
+    def plan(self, q: Tensor, kv: Tensor, indices: Tensor, extra: SecondCache | None = None) -> Plan:
         """See DecodeKernel: the first call fills the object."""
         meta = self._meta()
-        self._run(meta, q, kv, indices, 1.0)
+        self._run(meta, q, kv, indices, 1.0, **_extra_of(extra))
         return meta.tile_scheduler_metadata, meta.num_splits
+
+
+def _extra_of(extra: SecondCache | None) -> dict[str, Tensor]:
+    """The keywords of a second cache."""
+    return {} if extra is None else {"extra_k_cache": extra.kv, "extra_indices_in_kvcache": extra.indices}
 
 
 class TensorsDecode(DecodeKernel):
@@ -183,6 +217,7 @@ class TensorsDecode(DecodeKernel):
 
     takes_out = False
     takes_plan = True
+    takes_extra = False
 
     def __init__(self, module: Any) -> None:
         """Raises: NotThisConvention."""
@@ -215,6 +250,7 @@ class TensorsDecode(DecodeKernel):
         attn_sink: Tensor | None = None,
         plan: Plan | None = None,
         out: Tensor | None = None,
+        extra: SecondCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See DecodeKernel."""
         lens, own = self._own(q, indices.shape[2])
@@ -235,7 +271,7 @@ class TensorsDecode(DecodeKernel):
         )
         return result, lse
 
-    def plan(self, q: Tensor, kv: Tensor, indices: Tensor) -> Plan:
+    def plan(self, q: Tensor, kv: Tensor, indices: Tensor, extra: SecondCache | None = None) -> Plan:
         """See DecodeKernel."""
         return self._own(q, indices.shape[2])[1]
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
+from mla_portable.layouts import FP8_DS_MLA, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.calibration import calibrate_decode, calibrate_prefill
 from mla_portable_nvidia.conventions import NotThisConvention
@@ -183,17 +184,25 @@ _lock = threading.Lock()
 _known: dict[tuple[object, ...], Found] = {}
 
 
-def find_kernel(primitive: Primitive, facts: DeviceFacts, environ: Mapping[str, str] | None = None) -> Found:
+def find_kernel(
+    primitive: Primitive,
+    facts: DeviceFacts,
+    environ: Mapping[str, str] | None = None,
+    *,
+    layout: CacheLayout = FP8_DS_MLA,
+) -> Found:
     """The provider of sparse_decode or sparse_prefill on a device; found once for each device and choice of provider.
+
+    layout: of the cache that decode reads; not every provider reads every layout.
 
     Loads libraries and, the first time, runs a few tiny calls on the device and waits for them.
     """
     environ = os.environ if environ is None else environ
     choice = (environ.get(PROVIDER_VARIABLE, ""), environ.get(LIBRARY_VARIABLE, ""))
-    key = (primitive, facts, choice)
+    key = (primitive, facts, choice, layout.name)
     with _lock:
         if key not in _known:
-            _known[key] = _find(primitive, facts, environ)
+            _known[key] = _find(primitive, facts, environ, layout)
         return _known[key]
 
 
@@ -203,7 +212,7 @@ def forget() -> None:
         _known.clear()
 
 
-def _find(primitive: Primitive, facts: DeviceFacts, environ: Mapping[str, str]) -> Found:
+def _find(primitive: Primitive, facts: DeviceFacts, environ: Mapping[str, str], layout: CacheLayout) -> Found:
     device = device_with(facts)
     if device is None:
         return Found(None, None, None, (Reason("device", str(facts), "not on this machine"),))
@@ -219,8 +228,10 @@ def _find(primitive: Primitive, facts: DeviceFacts, environ: Mapping[str, str]) 
             continue
         try:
             kernel = source.find(primitive)
-            is_decode = primitive is SPARSE_DECODE
-            traits = calibrate_decode(kernel, device) if is_decode else calibrate_prefill(kernel, device, PREFILL_HEADS)
+            if primitive is SPARSE_DECODE:
+                traits = calibrate_decode(kernel, device, layout)
+            else:
+                traits = calibrate_prefill(kernel, device, PREFILL_HEADS)
         except NotThisConvention as failure:
             remedy = source.remedy if not forced else f"{source.remedy}, or unset {PROVIDER_VARIABLE}"
             reasons.append(Reason(f"provider {name}", "not usable:", str(failure), remedy))

@@ -36,26 +36,27 @@ def aligned(q: Tensor) -> Tensor:
 
 
 class PaddedQueries(threading.local):
-    """Buffers of [rows, heads, 576] bf16, by device, stream and head counts."""
+    """Buffers of [rows, heads, width] bf16, by device, stream, head counts and width."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
-    def take(self, rows: int, num_heads: int, heads: int, device: torch.device) -> Tensor:
-        """[rows, heads, 576] bf16; heads from `num_heads` on are zero, the others are for the caller to write.
+    def take(self, rows: int, num_heads: int, heads: int, device: torch.device, width: int = HEAD_SIZE) -> Tensor:
+        """[rows, heads, width] bf16; heads from `num_heads` on are zero, the others are for the caller to write.
 
         Valid until the next call of this thread on this stream.
         """
         if device.type != "cuda":
-            return self._kept((device, num_heads, heads), rows, heads, device)
+            return self._kept((device, num_heads, heads), (rows, heads, width), device)
         if torch.cuda.is_current_stream_capturing():
-            return torch.zeros((rows, heads, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+            return torch.zeros((rows, heads, width), dtype=torch.bfloat16, device=device)
         stream = torch.cuda.current_stream(device).cuda_stream
-        return self._kept((device, stream, num_heads, heads), rows, heads, device)
+        return self._kept((device, stream, num_heads, heads), (rows, heads, width), device)
 
-    def _kept(self, key: tuple[object, ...], rows: int, heads: int, device: torch.device) -> Tensor:
+    def _kept(self, key: tuple[object, ...], shape: tuple[int, int, int], device: torch.device) -> Tensor:
+        key = (*key, shape[2])
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape[0] < rows:
-            buffer = torch.zeros((rows, heads, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+        if buffer is None or buffer.shape[0] < shape[0]:
+            buffer = torch.zeros(shape, dtype=torch.bfloat16, device=device)
             self._buffers[key] = buffer
-        return buffer[:rows]
+        return buffer[: shape[0]]

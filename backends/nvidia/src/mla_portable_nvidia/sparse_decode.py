@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """sparse_decode on FlashMLA's FP8 kernel: every quirk of the vendor ends in this file and the passes it calls.
 
-The kernel serves 64 or 128 heads, a K that is a multiple of 64, and indices that are slots or -1. It allocates float32
-accumulators for B + parts rows of S tokens, so many tokens are given to it as batch rows of one token, a bounded number at
-a time, never as one row of many.
+The kernel serves 64 or 128 heads, lists of a width that is a multiple of 64, and indices that are slots or -1. It allocates
+float32 accumulators for B + parts rows of S tokens, so many tokens are given to it as batch rows of one token, a bounded number
+at a time, never as one row of many.
+
+Of `fp8_v4` it also takes lengths, one for all S tokens of a row. They are not used: a schedule that its planner has not made
+for just these lengths would be read wrongly, and tokens of one row have lengths of their own here.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch, attention_results
-from mla_portable.layouts import KV_LORA_RANK
+from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, CacheLayout
 from mla_portable_nvidia.cache_view import CacheView
-from mla_portable_nvidia.conventions import DecodeKernel, Plan, PreparedDecode
+from mla_portable_nvidia.conventions import DecodeKernel, Plan, PreparedDecode, SecondCache
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
 from mla_portable_nvidia.tile_schedules import TileSchedule, accumulator_bytes, num_sm_parts
 
@@ -40,6 +43,23 @@ def rows_per_call(arch: str, *, num_sms: int, query_len: int, heads: int, max_by
     return max_bytes // accumulator_bytes(query_len, heads) - parts
 
 
+class _List(NamedTuple):
+    """What rows attend to: a cache as CacheView has it, indices [B, S, K], and lengths [B, S] or None."""
+
+    kv: Tensor
+    indices: Tensor
+    lengths: Tensor | None
+
+    def rows(self, part: slice) -> _List:
+        """That of some batch rows."""
+        return _List(self.kv, self.indices[part], None if self.lengths is None else self.lengths[part])
+
+    def tokens(self, b: int) -> _List:
+        """That of the S tokens of a batch row, each as a row of one token."""
+        lengths = None if self.lengths is None else self.lengths[b].unsqueeze(1)
+        return _List(self.kv, self.indices[b].unsqueeze(1), lengths)
+
+
 class FlashMLADecode:
     """The callable; see `mla_portable.contracts.SparseDecode` for the shapes.
 
@@ -60,6 +80,7 @@ class FlashMLADecode:
         takes_plan: bool,
         arch: str,
         num_sms: int,
+        layout: CacheLayout = FP8_DS_MLA,
         sanitises: bool = True,
         finishes: bool = True,
         max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
@@ -67,7 +88,7 @@ class FlashMLADecode:
         """Decide what every call does.
 
         Args:
-            kernel, lse_base_2, takes_plan: as calibrated.
+            kernel, lse_base_2, takes_plan: as calibrated for `layout`, that of the caches.
             sanitises: False where indices are promised to be clean, of a width that the kernel takes; contiguous ones then go
                 to it as they are. finishes: False where no lse is asked for and what the kernel leaves in `out` is the result.
             max_scratch_bytes: bound on accumulators without a schedule.
@@ -76,7 +97,7 @@ class FlashMLADecode:
         self._base_2, self._takes_plan = lse_base_2, takes_plan
         self._sanitises, self._finishes = sanitises, finishes
         self._arch, self._num_sms, self._max_scratch_bytes = arch, num_sms, max_scratch_bytes
-        self._cache_view = CacheView(arch)
+        self._cache_view = CacheView(arch, layout)
         self._no_lse = torch.empty(0)
         self._is_plain = not sanitises and not finishes and kernel.takes_out and kernel.takes_sink
         self._last: _Plain = (None, (), None)  # no q has a shape without axes
@@ -90,6 +111,9 @@ class FlashMLADecode:
         softmax_scale: float,
         lengths: Tensor | None = None,
         attn_sink: Tensor | None = None,
+        extra_kv_cache: Tensor | None = None,
+        extra_indices: Tensor | None = None,
+        extra_lengths: Tensor | None = None,
         schedule: DecodeSchedule | None = None,
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
@@ -110,39 +134,47 @@ class FlashMLADecode:
             and q.data_ptr() % 16 == 0
             and out.is_contiguous()
             and indices.is_contiguous()
+            and (extra_indices is None or extra_indices.is_contiguous())
         ):
             rows = self._cache_view.known(kv_cache)
-            if rows is not None:
-                kernel(q, rows, indices, softmax_scale, attn_sink, out)
+            extra_rows = None if extra_kv_cache is None else self._cache_view.known(extra_kv_cache)
+            if rows is not None and (extra_rows is None) == (extra_indices is None):
+                extra = None if extra_rows is None or extra_indices is None else SecondCache(extra_rows, extra_indices)
+                kernel(q, rows, indices, softmax_scale, attn_sink, out, extra)
                 return out, self._no_lse
         batch, query_len, num_heads, _ = q.shape
         if self._finishes:
             out, lse_out = attention_results(q, kv_cache, out, lse_out)
         else:
             lse_out = self._no_lse
-        if batch == 0 or kv_cache.shape[0] == 0:
+        lists = [
+            _List(self._cache_view.of(cache), slots, limits)
+            for cache, slots, limits in ((kv_cache, indices, lengths), (extra_kv_cache, extra_indices, extra_lengths))
+            if cache is not None and slots is not None and cache.shape[0]
+        ]
+        if batch == 0 or not lists:
             out = _fresh(q) if out is None else out
             return out.zero_(), lse_out.fill_(-math.inf)
-        kv = self._cache_view.of(kv_cache)
         tiles = None
         if schedule is not None:
-            tiles = self._checked(schedule, batch, kernel_heads(num_heads))
+            tiles = self._checked(schedule, batch, kernel_heads(num_heads), extra_indices)
             rows = tiles.rows_per_call or batch
+            if len(lists) < 1 + (extra_indices is not None):  # a cache without blocks: made for both lists, it fits none
+                tiles = None
         else:
             rows = self._rows_per_call(query_len, num_heads)
         if rows >= batch:
             if self._is_plain and num_heads == kernel_heads(num_heads):
                 self._last = schedule, q.shape, self._kernel.prepared(self._plan_of(tiles))
-            return self._attend(q, kv, indices, softmax_scale, lengths, attn_sink, tiles, out, lse_out), lse_out
+            return self._attend(q, lists, softmax_scale, attn_sink, tiles, out, lse_out), lse_out
         out = _fresh(q) if out is None else out
         if rows >= 1:
-            self._in_parts(q, kv, indices, softmax_scale, lengths, attn_sink, tiles, rows, out, lse_out)
+            self._in_parts(q, lists, softmax_scale, attn_sink, tiles, rows, out, lse_out)
             return out, lse_out
         rows = max(self._rows_per_call(1, num_heads), 1)
-        for b in range(batch):  # [S, H, 576] of one row viewed as S rows of one token, whatever the strides
-            row_lengths = None if lengths is None else lengths[b].unsqueeze(1)
+        for b in range(batch):  # [S, H, key width] of one row viewed as S rows of one token, whatever the strides
             self._in_parts(
-                q[b].unsqueeze(1), kv, indices[b].unsqueeze(1), softmax_scale, row_lengths, attn_sink, None, rows,
+                q[b].unsqueeze(1), [each.tokens(b) for each in lists], softmax_scale, attn_sink, None, rows,
                 out[b].unsqueeze(1), lse_out[b].unsqueeze(1) if self._finishes else lse_out,
             )  # fmt: skip
         return out, lse_out
@@ -156,8 +188,8 @@ class FlashMLADecode:
         return (tiles.tile_scheduler_metadata, tiles.num_splits) if tiles is not None and self._takes_plan else None
 
     @staticmethod
-    def _checked(schedule: DecodeSchedule, batch: int, heads: int) -> TileSchedule:
-        """A tile schedule for this many kernel heads, with a tail where the last call is shorter."""
+    def _checked(schedule: DecodeSchedule, batch: int, heads: int, extra_indices: Tensor | None) -> TileSchedule:
+        """A tile schedule for this many kernel heads and these lists, with a tail where the last call is shorter."""
         if not isinstance(schedule, TileSchedule):
             raise PlanMismatch(
                 f"sparse_decode: FlashMLA got a {type(schedule).__name__}, it takes a TileSchedule. Plan with the "
@@ -168,6 +200,12 @@ class FlashMLADecode:
                 f"sparse_decode: FlashMLA runs with {heads} heads, the plan was made for {schedule.num_heads}. Plan with "
                 "the implementation's own schedule_kind."
             )
+        extra_topk = 0 if extra_indices is None else extra_indices.shape[2]
+        if schedule.extra_topk != extra_topk:
+            raise PlanMismatch(
+                f"sparse_decode: the call has extra_topk {extra_topk}, its schedule was made for {schedule.extra_topk}. Plan "
+                "with the extra_topk of the calls."
+            )
         rest = batch % (schedule.rows_per_call or batch)
         if rest and (schedule.tail is None or schedule.tail.num_rows != rest):
             made = "none" if schedule.tail is None else f"one for {schedule.tail.num_rows}"
@@ -177,10 +215,8 @@ class FlashMLADecode:
     def _in_parts(
         self,
         q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
+        lists: list[_List],
         softmax_scale: float,
-        lengths: Tensor | None,
         attn_sink: Tensor | None,
         tiles: TileSchedule | None,
         rows: int,
@@ -193,37 +229,31 @@ class FlashMLADecode:
             part = slice(begin, begin + rows)
             if tiles is not None and tiles.tail is not None and begin + rows > batch:
                 tiles = tiles.tail
-            self._attend(
-                q[part], kv, indices[part], softmax_scale, None if lengths is None else lengths[part], attn_sink, tiles,
-                out[part], lse_out[part],
-            )  # fmt: skip
+            some = [each.rows(part) for each in lists]
+            self._attend(q[part], some, softmax_scale, attn_sink, tiles, out[part], lse_out[part])
 
     def _attend(
         self,
         q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
+        lists: list[_List],
         softmax_scale: float,
-        lengths: Tensor | None,
         attn_sink: Tensor | None,
         tiles: TileSchedule | None,
         out: Tensor | None,
         lse_out: Tensor,
     ) -> Tensor:
-        """One call of the kernel. Returns `out`, or without one whatever holds the result."""
+        """One call of the kernel, on one list or two. Returns `out`, or without one whatever holds the result."""
         kernel, num_heads = self._kernel, q.shape[2]
         heads = kernel_heads(num_heads)
         is_padded = heads != num_heads
-        if self._sanitises or not indices.is_contiguous():
-            given, (batch, query_len, topk) = indices, indices.shape
-            width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
-            indices = torch.empty((batch, query_len, width), dtype=torch.int32, device=q.device)
-            self._boundary.sanitise(indices, given, lengths, kv.shape[0] * kv.shape[1])
+        kv, indices = lists[0].kv, self._clean(lists[0])
+        extra = None if len(lists) == 1 else SecondCache(lists[1].kv, self._clean(lists[1]))
         target = None
         if is_padded:
             out = _fresh(q) if out is None else out
             batch, query_len, _, width = q.shape
-            query = _PADDED_QUERIES.take(batch * query_len, num_heads, heads, q.device).view(batch, query_len, heads, width)
+            query = _PADDED_QUERIES.take(batch * query_len, num_heads, heads, q.device, width)
+            query = query.view(batch, query_len, heads, width)
             query[:, :, :num_heads].copy_(q)
             if kernel.takes_out:
                 target = _fresh(query)
@@ -233,7 +263,7 @@ class FlashMLADecode:
                 target = out
         in_kernel = kernel.takes_sink and not is_padded
         plan = self._plan_of(tiles)
-        result, lse = kernel(query, kv, indices, softmax_scale, attn_sink if in_kernel else None, plan, target)
+        result, lse = kernel(query, kv, indices, softmax_scale, attn_sink if in_kernel else None, plan, target, extra)
         if out is None:
             return result
         if self._finishes:
@@ -245,7 +275,18 @@ class FlashMLADecode:
             out.copy_(result[:, :, :num_heads])
         return out
 
+    def _clean(self, keys: _List) -> Tensor:
+        """Indices as the kernel may be shown them: slots or -1, nothing past a length, of a width that it takes."""
+        given = keys.indices
+        if not self._sanitises and given.is_contiguous():
+            return given
+        batch, query_len, topk = given.shape
+        width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
+        indices = torch.empty((batch, query_len, width), dtype=torch.int32, device=given.device)
+        self._boundary.sanitise(indices, given, keys.lengths, keys.kv.shape[0] * keys.kv.shape[1])
+        return indices
+
 
 def _fresh(q: Tensor) -> Tensor:
-    """Where the result of q [B, S, H, 576] goes: [B, S, H, 512] bf16."""
+    """Where the result of q [B, S, H, key width] goes: [B, S, H, 512] bf16."""
     return torch.empty((*q.shape[:-1], KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)

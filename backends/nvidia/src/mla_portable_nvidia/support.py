@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Primitive, Reason, Request, Support
-from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, SCALE_FORMATS
+from mla_portable.layouts import FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, SCALE_FORMATS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.head_padding import KERNEL_HEADS, kernel_heads
 
@@ -57,7 +57,7 @@ def _decode_scratch(request: Request) -> int:
     heads = kernel_heads(request.num_heads or KERNEL_HEADS[0])
     rows = DEFAULT_SCRATCH_BYTES // (4 * heads * (KV_LORA_RANK + 1))
     padding = 0 if request.num_heads in KERNEL_HEADS else 2 * heads * (HEAD_SIZE + KV_LORA_RANK)
-    return DEFAULT_SCRATCH_BYTES + rows * (padding + 4 * (request.topk or 2048))
+    return DEFAULT_SCRATCH_BYTES + rows * (padding + 4 * (request.topk or 2048) + 4 * (request.extra_topk or 0))
 
 
 def triton_missing(*, waits: bool = False) -> tuple[Reason, ...]:
@@ -108,5 +108,24 @@ def attention_support(
         kv_layouts=(FP8_DS_MLA.name,),
         needs_whole_rows=arch != "sm90",
         scale_formats=scale_formats,
+        workspace_bytes=_decode_scratch,
+    )
+
+
+def v4_support(*, device_types: tuple[str, ...] = ("cuda",)) -> Support:
+    """The declaration for sparse_decode on `fp8_v4`, with a second cache or without, on SM90.
+
+    Any block size of either cache will do: rows are loaded 16 bytes at a time, from blocks that begin at multiples of that.
+    On SM100 the kernels have other schedules, which are not computed here.
+    """
+    return Support(
+        source="FlashMLA 9241ae3: csrc/api/sparse_decode.h, csrc/sm90/decode/sparse_fp8/splitkv_mla.cuh (MODEL1)",
+        device_types=device_types,
+        vendors=("nvidia",),
+        archs=("sm90",),
+        kv_layouts=(FP8_V4.name,),
+        padded_heads=KERNEL_HEADS,
+        cache_alignment=16,
+        extra_cache=True,
         workspace_bytes=_decode_scratch,
     )

@@ -47,7 +47,7 @@ class TileSchedule(DecodeSchedule):
     rows are served by several calls of `rows_per_call` rows, which share one schedule, and a shorter last one.
 
     Attributes:
-        num_rows: B batch rows. query_len: S. num_heads: H after padding. topk: K.
+        num_rows: B batch rows. query_len: S. num_heads: H after padding. topk: K. extra_topk: K of a second cache, or 0.
         num_sm_parts: thread-block groups that share the work of a call.
         tile_scheduler_metadata: [num_sm_parts, 8] int32 on the device: begin_req, end_req, begin_block, end_block,
             begin_split, first_is_split, last_is_split, 0.
@@ -65,6 +65,7 @@ class TileSchedule(DecodeSchedule):
     num_splits: Tensor
     rows_per_call: int | None = None
     tail: TileSchedule | None = None
+    extra_topk: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, dict.fromkeys(("query_len", "num_heads", "topk", "num_sm_parts", "rows_per_call"), _LEAST_ONE))
@@ -92,7 +93,7 @@ class Tiles(NamedTuple):
 
 
 def num_sm_parts(arch: str, *, num_sms: int, query_len: int, num_heads: int) -> int:
-    """Thread-block groups of a 576-wide sparse decode call.
+    """Thread-block groups of a sparse decode call, 576 wide or, on Hopper, 512.
 
     Hopper gives each of the `num_heads` / 64 head tiles and `query_len` tokens a block of its own; Blackwell runs 128 heads
     as two launches of 64. Raises: InvalidArgument for an architecture without such a kernel.
@@ -172,9 +173,9 @@ def tile_schedule(
 class TileSchedules:
     """The SchedulePlanner of kind "flashmla_tiles".
 
-    With a fixed topk a schedule depends on (rows, query length) alone. A shape that was not seen lately costs a schedule on
-    the host and a copy from page-locked memory; nothing waits for it. When too many are kept all are forgotten; whoever
-    captured a graph keeps its plan, and the plan keeps its schedule.
+    With fixed widths of both lists a schedule depends on (rows, query length) alone. A shape that was not seen lately costs a
+    schedule on the host and a copy from page-locked memory; nothing waits for it. When too many are kept all are forgotten;
+    whoever captured a graph keeps its plan, and the plan keeps its schedule.
     """
 
     def __init__(self, limits: ScheduleLimits) -> None:
@@ -229,9 +230,13 @@ class TileSchedules:
 
     def _one_call(self, batch: int, query_len: int) -> TileSchedule:
         limits, parts = self._limits, self._parts(query_len)
-        tiles = tile_schedule(np.full(batch, limits.topk), num_sm_parts=parts)
+        width = limits.topk
+        if limits.extra_topk:  # the second list begins with a block of its own
+            width = -(-width // _BLOCK_TOPK) * _BLOCK_TOPK + limits.extra_topk
+        tiles = tile_schedule(np.full(batch, width), num_sm_parts=parts)
         metadata, num_splits = self._on_device(tiles.metadata), self._on_device(tiles.num_splits)
-        return TileSchedule(batch, query_len, self._num_heads, limits.topk, parts, metadata, num_splits)
+        made_for = (batch, query_len, self._num_heads, limits.topk)
+        return TileSchedule(*made_for, parts, metadata, num_splits, extra_topk=limits.extra_topk)
 
     def _on_device(self, words: npt.NDArray[np.int32]) -> Tensor:
         tensor, device = torch.from_numpy(words), self._limits.device
