@@ -576,7 +576,9 @@ def test_other_models_are_compared_with_stock_where_it_has_the_cache(kit: Any):
     ran |= run_of(kit, "glm53-sm80-stop", refused=["type fp8e4nv not supported in this architecture"])
     lines = {line.name: line for line in kit.judge.other_models(ran, planned)}
     assert lines["glm53-plugin-bf16-eager"].passed and "glm53-choice-bf16-eager" in lines["glm53-plugin-bf16-eager"].found
-    assert lines["glm53-plugin-fp8-graphs"].passed is False and "glm53-triton-fp8-eager" in lines["glm53-plugin-fp8-graphs"].found
+    assert (
+        lines["glm53-plugin-fp8-graphs"].passed is False and "glm53-triton-fp8-eager" in lines["glm53-plugin-fp8-graphs"].found
+    )
     assert lines["glm53-choice-bf16-eager"].passed is None and lines["glm53-sm89-bf16-eager"].passed is False
     assert lines["glm53-sm80-stop"].passed and lines["hyv4-plugin-fp8-eager"].passed is False
     assert len(lines) == len(planned)

@@ -2,8 +2,8 @@
 """Small seeded checkpoints in the shape of GLM-5.3-Flash and of hy_v4, as vLLM 0.30 and later load them.
 
 Attention and indexer have the real dimensions. What surrounds them has the kinds of layers that the models have (linear
-attention, hyper-connections, gates), as narrow as they may be, and no experts. Names are those of released checkpoints: the ones
-that transformers' conversion tables take as sources.
+attention, hyper-connections, gates), as narrow as they may be, and no experts. Names are those of released checkpoints, which
+transformers' conversion tables take as sources.
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ class SparseMLAAttention:
         )
         self._write_decision = layer_registry.decide(write)
         self._write: CacheWrite | None = layer_registry.bind(write) if self._write_decision.chosen else None
-        self._no_rope = torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
+        self._no_rope = (
+            torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
+        )
         self._accelerator = accelerator(self.device)
         self._index = self._accelerator.index  # -1 for a CPU
         if attn_sink is not None:

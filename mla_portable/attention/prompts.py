@@ -145,7 +145,8 @@ class PromptAttention:
     def scratch_bytes(self) -> int:
         """Device memory that a step of `max_num_tokens` allocates and frees, at most.
 
-        For each key its latent row, the projection and, where it has a rotary part, the key; for each token the bit mask and three partial results.
+        For each key its latent row, the projection and, where it has a rotary part, the key; for each token the bit mask and
+        three partial results.
         """
         spec, dims = self.spec, self.head_dims
         key = dims.query if dims.rope else 0

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend
 
-from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
+from mla_portable.layouts import LAYOUTS
 from mla_portable.vllm import compat, model
 from mla_portable.vllm.builder import MLAPortableMetadataBuilder
 from mla_portable.vllm.impl import MLAPortableImpl
@@ -62,17 +62,8 @@ class MLAPortableBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any | None = None) -> list[Any]:
-        """[64]: the indexer's cache beside ours has no other. vLLM cuts larger blocks into these.
-
-        An indexer of pools of keys has larger blocks, such as 128 and 256 (GLM-5.3-Flash): any multiple of 64 will do then.
-        kv_cache_spec: given from 0.31 on, also where no configuration is in force.
-        """
-        if kv_cache_spec is not None:
-            pools = getattr(kv_cache_spec, "head_size", None) == KV_LORA_RANK
-        else:
-            config = get_current_vllm_config_or_none()
-            pools = config is not None and config.model_config is not None and compat.pooled_keys(config) > 1
-        return [MultipleOf(model.BLOCK_SIZE) if pools else model.BLOCK_SIZE]
+        """[64], or its multiples where the indexer scores pools of keys."""
+        return compat.block_sizes(model.BLOCK_SIZE, get_current_vllm_config_or_none(), kv_cache_spec)
 
     @staticmethod
     def get_kv_cache_shape(

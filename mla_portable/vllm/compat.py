@@ -331,4 +331,21 @@ def align_blocks(spec: Any) -> Any:
 
 
 def _row_alignment() -> Callable[[Any], Any] | None:
-    return getattr(import_module("vllm.v1.attention.backends.mla.sparse_utils"), "align_blocks_to_rows", None)
+    try:
+        from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows
+    except ImportError:
+        return None
+    return align_blocks_to_rows
+
+
+def block_sizes(least: int, vllm_config: Any | None, kv_cache_spec: Any | None) -> list[Any]:
+    """Blocks that kernels may see: of `least` tokens, as the indexer's cache beside ours has no other. vLLM cuts larger ones.
+
+    An indexer of pools of keys has larger blocks, such as 128 and 256 (GLM-5.3-Flash): any multiple will do then.
+    kv_cache_spec: given from 0.31 on, also where no configuration is in force.
+    """
+    if kv_cache_spec is not None:
+        pools = getattr(kv_cache_spec, "head_size", None) == KV_LORA_RANK
+    else:
+        pools = vllm_config is not None and vllm_config.model_config is not None and pooled_keys(vllm_config) > 1
+    return [_backend.MultipleOf(least) if pools else least]

@@ -20,8 +20,8 @@ from mla_portable.vllm.routing import decide_route
 from mla_portable.vllm.writer import Writer, choose_writer
 
 BLOCK_SIZE: Final = 64
-"""Tokens of a cache block, that of the indexer's cache beside ours. vLLM cuts larger blocks into these. Where the indexer scores
-pools of keys, blocks of both are multiples of it."""
+"""Tokens of a cache block, that of the indexer's cache beside ours. vLLM cuts larger blocks into these. With an indexer of pools
+of keys, blocks of both are multiples of it."""
 
 LAYOUT_OF_DTYPE: Final = {None: "bf16", "auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_ds_mla", "fp8_ds_mla": "fp8_ds_mla"}
 """vLLM's names of cache formats. `fp8` is what users write; vLLM turns it into `fp8_ds_mla` before a layer is built."""
@@ -146,7 +146,9 @@ def refusal(
 ) -> str | None:
     """Why the plugin cannot serve this configuration, every reason in one text; None where it can, by what is declared."""
     if head_size not in HEAD_SIZES:
-        return f"head_size {head_size} (supports {', '.join(map(str, HEAD_SIZES))}: a latent of 512, with 64 of rope or without)"
+        return (
+            f"head_size {head_size} (supports {', '.join(map(str, HEAD_SIZES))}: a latent of 512, with 64 of rope or without)"
+        )
     if block_size is not None and block_size % BLOCK_SIZE:
         return f"block_size {block_size} (supports multiples of {BLOCK_SIZE}): start vLLM with --block-size {BLOCK_SIZE}"
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention without a rotary part (GLM-5.3-Flash) in vLLM's own layer: both caches, larger blocks, wider rows of the indexer."""
+"""Attention without a rotary part (GLM-5.3-Flash) in vLLM's layer: both caches, larger blocks, wider rows of the indexer."""
 
 from __future__ import annotations
 
