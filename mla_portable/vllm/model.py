@@ -20,8 +20,8 @@ from mla_portable.vllm.routing import decide_route
 from mla_portable.vllm.writer import Writer, choose_writer
 
 BLOCK_SIZE: Final = 64
-"""Tokens of a cache block, that of the indexer's cache beside ours. vLLM cuts larger blocks into these. With an indexer of pools
-of keys, blocks of both are multiples of it."""
+"""Tokens of a cache block, that of the indexer's cache beside ours. vLLM cuts larger blocks into these. With an indexer of
+pools of keys, blocks of both are multiples of it."""
 
 LAYOUT_OF_DTYPE: Final = {None: "bf16", "auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_ds_mla", "fp8_ds_mla": "fp8_ds_mla"}
 """vLLM's names of cache formats. `fp8` is what users write; vLLM turns it into `fp8_ds_mla` before a layer is built."""
