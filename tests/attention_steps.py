@@ -70,7 +70,8 @@ class Step:
     lse: Tensor
 
 
-def make_step(name: str, layout: str, sink: Tensor | None = None) -> Step:
+def make_step(name: str, layout: str, sink: Tensor | None = None, *, rope: bool = True) -> Step:
+    """rope: queries have a rotary part; else it is zero, which leaves out that of the keys."""
     requests, _, padded = BATCHES[name]
     generator = torch.Generator().manual_seed(len(name))
     query_lens = np.array([query for query, _ in requests], dtype=np.int32)
@@ -99,6 +100,8 @@ def make_step(name: str, layout: str, sink: Tensor | None = None) -> Step:
             slots[token, where] = table[request, chosen // BLOCK].long() * BLOCK + chosen % BLOCK
     row = CACHE_LAYOUTS[layout]
     q = torch.randn(rows, HEADS, row.key_width, generator=generator).bfloat16()
+    if not rope:
+        q[..., row.value_width :] = 0
     q[num_tokens:] = math.nan  # padding rows hold anything
     flat = cache if row.is_quantized else cache.view(-1, row.row_width)
     out, lse = oracle.sparse_prefill(q, flat, slots, softmax_scale=SPEC.softmax_scale, attn_sink=sink)

@@ -27,8 +27,16 @@ from attention_steps import (
 from recorder import Recorder, registry_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mla_portable.attention import SparseMLAAttention
-from mla_portable.contracts import SPLIT_KV, DecodeSchedule, PlanMismatch, ScheduleKind, ScheduleLimits, SplitSchedule
+from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
+from mla_portable.contracts import (
+    SPLIT_KV,
+    DecodeSchedule,
+    InvalidArgument,
+    PlanMismatch,
+    ScheduleKind,
+    ScheduleLimits,
+    SplitSchedule,
+)
 from mla_portable.planner import Planner
 from mla_portable.registry import Registry
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
@@ -321,3 +329,41 @@ def test_an_empty_batch_runs_nothing():
     step = make_step("nothing", "fp8_ds_mla")
     out, lse = layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
     assert (out.shape, lse.shape, plugin.calls) == ((0, HEADS, 512), (0, HEADS), [])
+
+
+# queries without a rotary part over rows that have one
+
+
+@pytest.mark.parametrize("name", ["decodes", "two-token decodes and prefills", "mixed, padded", "nothing, padded"])
+@pytest.mark.parametrize("route", ["fused", "direct", "auto"])
+def test_without_rope_over_quantised_rows_that_have_one(route: str, name: str):
+    """The rows' rotary part, which is not zero here, is not read; a pair's first half is the query, and nothing joins it."""
+    step = make_step(name, "fp8_ds_mla", rope=False)
+    layer = make_layer(route, "fp8_ds_mla", BATCHES[name][1], nope=True)
+    assert layer.buffers.query is None and layer.route in ("direct", "fused")
+    plan = plan_for(layer, step.batch)
+    latent = step.q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)  # as a batched product leaves it
+    for q in (step.q[..., :512], (latent, latent[..., :0])):
+        assert_matches(step, *layer(q, step.kv_cache, step.topk_indices, plan))
+
+
+def test_without_rope_the_rotary_part_is_written_as_zeros():
+    layer = make_layer("direct", "fp8_ds_mla", nope=True)
+    latent, slots = torch.randn(5, 512).bfloat16(), torch.tensor([3, -1, 17, 40, 8])
+    cache = torch.full((BLOCKS, BLOCK, 656), 0xFF, dtype=torch.uint8)
+    layer.cache_write(latent, latent[:, :0], cache, slots)
+    rows = cache.view(-1, 656)[slots[slots >= 0]]
+    assert torch.equal(rows, layer.spec.layout.pack(latent[slots >= 0], torch.zeros(4, 64), "pow2"))
+    with pytest.raises(InvalidArgument, match=r"cache_write: k_pe: got shape \[5, 64\], expected \[T, 0\], because spec.nope"):
+        layer.cache_write(latent, torch.zeros(5, 64).bfloat16(), cache, slots)
+
+
+@pytest.mark.parametrize("route", ["split", "upconvert"])
+def test_without_rope_rows_are_not_gathered_for_attention(route: str):
+    with pytest.raises(UnsupportedRoute, match=r"nope yes \(gathered rows have a rotary part"):
+        make_layer(route, "fp8_ds_mla", nope=True)
+
+
+def test_without_rope_is_for_quantised_rows():
+    with pytest.raises(InvalidArgument, match="nope: got True for bf16, expected False"):
+        replace(SPEC, kv_layout="bf16", scale_format=None, nope=True)

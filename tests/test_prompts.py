@@ -26,6 +26,7 @@ from mla_portable.primitives import CONCAT_MLA_K, MASKED_PREFILL
 from mla_portable.registry import Registry
 
 DIMS = HeadDims(nope=16, rope=64, value=24)
+NOPE = HeadDims(nope=32, rope=0, value=24)
 CPU = torch.device("cpu")
 BACKEND = "reference"
 """Not Triton's interpreter, which would be tried first."""
@@ -55,6 +56,7 @@ class Prompts:
     kv_cache: Tensor
     topk: Tensor
     weight: Tensor
+    dims: HeadDims = DIMS
 
     def project(self, latent: Tensor) -> Tensor:
         return torch.nn.functional.linear(latent, self.weight)
@@ -63,7 +65,7 @@ class Prompts:
         return layer(self.q, self.latent, self.rope, self.project, self.kv_cache, self.topk, self.plan, **more)
 
 
-def make_prompts(name: str, layout: str = "fp8_ds_mla", *, key_rows: int = 64, seed: int = 0) -> Prompts:
+def make_prompts(name: str, layout: str = "fp8_ds_mla", *, key_rows: int = 64, seed: int = 0, dims: HeadDims = DIMS) -> Prompts:
     """The cache has the context alone: the rows of new tokens are NaN there."""
     requests, row = BATCHES[name], LAYOUTS[layout]
     generator = torch.Generator().manual_seed(seed)
@@ -90,16 +92,16 @@ def make_prompts(name: str, layout: str = "fp8_ds_mla", *, key_rows: int = 64, s
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
 
-    weight = (torch.randn(HEADS * (DIMS.nope + DIMS.value), 512, generator=generator) / 512**0.5).bfloat16()
+    weight = (torch.randn(HEADS * (dims.nope + dims.value), 512, generator=generator) / 512**0.5).bfloat16()
     batch = Batch(starts, seq_lens, table)
-    return Prompts(
-        plan, batch, normal(tokens, HEADS, DIMS.query), normal(tokens, row.value_width), normal(tokens, 64), cache, topk, weight
-    )
+    new = normal(tokens, HEADS, dims.query), normal(tokens, row.value_width), normal(tokens, dims.rope)
+    return Prompts(plan, batch, *new, cache, topk, weight, dims)
 
 
 def expected(step: Prompts, layout: str, *, masked: bool) -> Tensor:
     """[T, H, V] float64, token by token over the keys that it selects, or all before it."""
-    row, out = LAYOUTS[layout], torch.zeros((*step.q.shape[:2], DIMS.value), dtype=torch.float64)
+    row, dims = LAYOUTS[layout], step.dims
+    out = torch.zeros((*step.q.shape[:2], dims.value), dtype=torch.float64)
     starts = step.batch.query_start_loc.tolist()
     for request, total in enumerate(step.batch.seq_lens.tolist()):
         new = slice(starts[request], starts[request + 1])
@@ -107,26 +109,46 @@ def expected(step: Prompts, layout: str, *, masked: bool) -> Tensor:
         position = torch.arange(before)
         slots = step.batch.block_table[request, position // BLOCK].long(), position % BLOCK
         latent, rope = row.unpack(step.kv_cache[slots]).split([row.value_width, row.rope_width], dim=-1)
+        rope = rope[:, : dims.rope]
         latent, rope = torch.cat((latent.bfloat16(), step.latent[new])), torch.cat((rope.bfloat16(), step.rope[new]))
-        projected = step.project(latent).double().unflatten(1, (HEADS, DIMS.nope + DIMS.value))
-        keys = torch.cat((projected[..., : DIMS.nope], rope.double()[:, None].expand(-1, HEADS, -1)), dim=-1)
+        projected = step.project(latent).double().unflatten(1, (HEADS, dims.nope + dims.value))
+        keys = torch.cat((projected[..., : dims.nope], rope.double()[:, None].expand(-1, HEADS, -1)), dim=-1)
         for token in range(new.start, new.stop):
             seen = torch.arange(before + token - new.start + 1)
             if masked:
                 seen = step.topk[token][step.topk[token] >= 0].long()
             scores = SPEC.softmax_scale * torch.einsum("hd,khd->hk", step.q[token].double(), keys[seen])
-            out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), projected[seen][..., DIMS.nope :])
+            out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), projected[seen][..., dims.nope :])
     return out
 
 
-def make_layer(layout: str = "fp8_ds_mla", registry: Registry = REFERENCE, rows: int = 64, **spec: object) -> PromptAttention:
+def make_layer(
+    layout: str = "fp8_ds_mla", registry: Registry = REFERENCE, rows: int = 64, dims: HeadDims = DIMS, **spec: object
+) -> PromptAttention:
     spec = {"kv_layout": layout, "scale_format": "pow2" if layout == "fp8_ds_mla" else None, **spec}
-    return PromptAttention(replace(SPEC, **spec), DIMS, device=CPU, registry=registry, key_rows=rows, backend=BACKEND)  # pyright: ignore
+    return PromptAttention(replace(SPEC, **spec), dims, device=CPU, registry=registry, key_rows=rows, backend=BACKEND)  # pyright: ignore
 
 
 def assert_close(out: Tensor, wanted: Tensor) -> None:
     size = wanted.abs().amax(dim=-1, keepdim=True)
     assert ((out.double() - wanted).abs() <= 2**-7 * wanted.abs() + 2**-7 * size).all()
+
+
+@pytest.mark.parametrize("layout, nope", [("bf16_nope", False), ("fp8_ds_mla", True)])
+@pytest.mark.parametrize("name", ["short with context", "long with context", "nothing"])
+def test_heads_without_rope(name: str, layout: str, nope: bool):
+    """Keys are what the up-projection makes: nothing is joined, and what a quantised row has as its rotary part is not read."""
+    step = make_prompts(name, layout, dims=NOPE)
+    layer = make_layer(layout, dims=NOPE, nope=nope)
+    assert "concat" not in layer.decisions
+    assert_close(step.run(layer), expected(step, layout, masked=step.plan.masked))
+
+
+def test_rope_of_the_heads_is_that_of_the_spec():
+    with pytest.raises(InvalidArgument, match=r"head_dims.rope: got 64, expected 0, as queries of the spec have"):
+        make_layer("fp8_ds_mla", nope=True)
+    with pytest.raises(InvalidArgument, match=r"head_dims.rope: got 0, expected 64, as queries of the spec have"):
+        make_layer("fp8_ds_mla", dims=NOPE)
 
 
 @pytest.mark.parametrize("key_rows", [128, 64, 34], ids=lambda rows: f"{rows} rows")

@@ -119,7 +119,7 @@ def test_tokens_over_keys_of_each_head_are_counted(kit: Any):
 
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
-    several += [*kit.jobs.prompts(), *kit.jobs.rank()]
+    several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.other_models()]
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -265,7 +265,8 @@ def test_nobody_measures_while_an_engine_starts(kit: Any, tmp_path: Path):
 def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
-    lists = (kit.jobs.agreement, kit.jobs.tensor_parallel, kit.jobs.features, kit.jobs.load, kit.jobs.prompts, kit.jobs.rank)
+    names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "other_models")
+    lists = [getattr(kit.jobs, each) for each in names]
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
     return {name: kit.judge.Done(job, {"runs": list(runs), **result}, "", served)}
@@ -562,3 +563,22 @@ def test_checkpoints_share_what_they_have_in_common(kit: Any):
     name = "model.layers.0.self_attn.indexer.wq_b.weight"
     assert small.keys() == large.keys() and small[name].equal(large[name])
     assert large["model.layers.1.self_attn.q_b_proj.weight"].shape == (64 * 192, 256)
+
+
+def test_other_models_are_compared_with_stock_where_it_has_the_cache(kit: Any):
+    """Else with Triton's kernels alone. An engine that nobody of ours served does not count."""
+    planned = kit.jobs.other_models()
+    texts = [prompt(17, [1, 2]), prompt(3000, [3])]
+    far = [prompt(17, [1, 2], shift=0.5), prompt(3000, [3], shift=3.0)]
+    ran = run_of(kit, "glm53-choice-bf16-eager", texts, served="") | run_of(kit, "glm53-plugin-bf16-eager", texts)
+    ran |= run_of(kit, "glm53-triton-fp8-eager", texts) | run_of(kit, "glm53-plugin-fp8-graphs", far)
+    ran |= run_of(kit, "glm53-sm89-bf16-eager", texts, served="")
+    ran |= run_of(kit, "glm53-sm80-stop", refused=["type fp8e4nv not supported in this architecture"])
+    lines = {line.name: line for line in kit.judge.other_models(ran, planned)}
+    assert lines["glm53-plugin-bf16-eager"].passed and "glm53-choice-bf16-eager" in lines["glm53-plugin-bf16-eager"].found
+    assert (
+        lines["glm53-plugin-fp8-graphs"].passed is False and "glm53-triton-fp8-eager" in lines["glm53-plugin-fp8-graphs"].found
+    )
+    assert lines["glm53-choice-bf16-eager"].passed is None and lines["glm53-sm89-bf16-eager"].passed is False
+    assert lines["glm53-sm80-stop"].passed and lines["hyv4-plugin-fp8-eager"].passed is False
+    assert len(lines) == len(planned)

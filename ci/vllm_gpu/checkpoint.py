@@ -15,6 +15,7 @@ import json
 import math
 import random
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,63 +97,80 @@ def prompts(lengths: list[int]) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": [draw.randrange(_FIRST_TOKEN, VOCAB) for _ in range(length)]} for length in lengths]
 
 
-def _drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+    """[*shape] float32 of a standard normal distribution, the seed being the name."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
+class Weights:
+    """Parameters by name, as they are drawn."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {"model.embed_tokens.weight": drawn("embed", (VOCAB, HIDDEN)).to(torch.bfloat16)}
+
+    def linear(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
+        """`name.weight` [rows, columns] bf16; what comes out is `gain` times as large as what goes in."""
+        self.found[f"{name}.weight"] = (drawn(name, (rows, columns)) * (gain / math.sqrt(columns))).to(torch.bfloat16)
+
+    def norm(self, name: str, width: int, kind: str = "weight") -> None:
+        """`name.weight` around 1, or `name.bias` around 0."""
+        middle = 1.0 if kind == "weight" else 0.0
+        self.found[f"{name}.{kind}"] = (middle + 0.1 * drawn(f"{name}.{kind}", (width,))).to(torch.bfloat16)
+
+    def attention(self, name: str, heads: int, nope: int, rope: int, value: int, index_heads: int) -> None:
+        """MLA with an indexer, by the names that DeepSeek-V3.2, GLM-5.3-Flash and hy_v4 share."""
+        self.linear(f"{name}.q_a_proj", Q_RANK, HIDDEN)
+        self.linear(f"{name}.q_b_proj", heads * (nope + rope), Q_RANK, _QUERY_GAIN)
+        self.linear(f"{name}.kv_a_proj_with_mqa", LATENT + rope, HIDDEN)
+        self.linear(f"{name}.kv_b_proj", heads * (nope + value), LATENT)
+        self.linear(f"{name}.o_proj", HIDDEN, heads * value, _OUTPUT_GAIN)
+        for norm, width in (("q_a_layernorm", Q_RANK), ("kv_a_layernorm", LATENT)):
+            self.norm(f"{name}.{norm}", width)
+        self.linear(f"{name}.indexer.wq_b", index_heads * INDEX_DIM, Q_RANK)
+        self.linear(f"{name}.indexer.wk", INDEX_DIM, HIDDEN)
+        self.linear(f"{name}.indexer.weights_proj", index_heads, HIDDEN)
+        self.norm(f"{name}.indexer.k_norm", INDEX_DIM)
+        self.norm(f"{name}.indexer.k_norm", INDEX_DIM, "bias")
+
+    def rest(self, layer: str) -> None:
+        """The norms and the dense feed-forward network of a layer."""
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            self.norm(f"{layer}.{name}", HIDDEN)
+        self.linear(f"{layer}.mlp.gate_proj", FEED_FORWARD, HIDDEN)
+        self.linear(f"{layer}.mlp.up_proj", FEED_FORWARD, HIDDEN)
+        self.linear(f"{layer}.mlp.down_proj", HIDDEN, FEED_FORWARD)
+
+    def end(self) -> dict[str, Tensor]:
+        """All parameters, with those behind the last layer."""
+        self.norm("model.norm", HIDDEN)
+        self.linear("lm_head", VOCAB, HIDDEN, _LOGIT_GAIN)
+        return self.found
 
 
 def tensors(heads: int, *, drafts: bool = False) -> dict[str, Tensor]:
     """Every parameter in bf16, under the names that DeepSeek-V3.2's checkpoints use; `drafts`: of an MTP layer as well."""
-    found: dict[str, Tensor] = {}
-
-    def linear(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
-        found[f"{name}.weight"] = (_drawn(name, (rows, columns)) * (gain / math.sqrt(columns))).to(torch.bfloat16)
-
-    def norm(name: str, width: int, kind: str = "weight") -> None:
-        middle = 1.0 if kind == "weight" else 0.0
-        found[f"{name}.{kind}"] = (middle + 0.1 * _drawn(f"{name}.{kind}", (width,))).to(torch.bfloat16)
-
-    found["model.embed_tokens.weight"] = _drawn("embed", (VOCAB, HIDDEN)).to(torch.bfloat16)
+    weights = Weights()
     for number in range(LAYERS + drafts):
-        layer = f"model.layers.{number}"
-        attention, indexer = f"{layer}.self_attn", f"{layer}.self_attn.indexer"
-        linear(f"{attention}.q_a_proj", Q_RANK, HIDDEN)
-        linear(f"{attention}.q_b_proj", heads * (NOPE + ROPE), Q_RANK, _QUERY_GAIN)
-        linear(f"{attention}.kv_a_proj_with_mqa", LATENT + ROPE, HIDDEN)
-        linear(f"{attention}.kv_b_proj", heads * (NOPE + VALUE), LATENT)
-        linear(f"{attention}.o_proj", HIDDEN, heads * VALUE, _OUTPUT_GAIN)
-        linear(f"{indexer}.wq_b", INDEX_HEADS * INDEX_DIM, Q_RANK)
-        linear(f"{indexer}.wk", INDEX_DIM, HIDDEN)
-        linear(f"{indexer}.weights_proj", INDEX_HEADS, HIDDEN)
-        norm(f"{indexer}.k_norm", INDEX_DIM)
-        norm(f"{indexer}.k_norm", INDEX_DIM, "bias")
-        for name, width in (("q_a_layernorm", Q_RANK), ("kv_a_layernorm", LATENT)):
-            norm(f"{attention}.{name}", width)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            norm(f"{layer}.{name}", HIDDEN)
-        linear(f"{layer}.mlp.gate_proj", FEED_FORWARD, HIDDEN)
-        linear(f"{layer}.mlp.up_proj", FEED_FORWARD, HIDDEN)
-        linear(f"{layer}.mlp.down_proj", HIDDEN, FEED_FORWARD)
+        weights.attention(f"model.layers.{number}.self_attn", heads, NOPE, ROPE, VALUE, INDEX_HEADS)
+        weights.rest(f"model.layers.{number}")
     if drafts:
         layer = f"model.layers.{LAYERS}"
-        found[f"{layer}.embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+        weights.found[f"{layer}.embed_tokens.weight"] = weights.found["model.embed_tokens.weight"].clone()
         for name in ("enorm", "hnorm", "shared_head.norm"):
-            norm(f"{layer}.{name}", HIDDEN)
-        linear(f"{layer}.eh_proj", HIDDEN, 2 * HIDDEN)
-        linear(f"{layer}.shared_head.head", VOCAB, HIDDEN, _LOGIT_GAIN)
-    norm("model.norm", HIDDEN)
-    linear("lm_head", VOCAB, HIDDEN, _LOGIT_GAIN)
-    return found
+            weights.norm(f"{layer}.{name}", HIDDEN)
+        weights.linear(f"{layer}.eh_proj", HIDDEN, 2 * HIDDEN)
+        weights.linear(f"{layer}.shared_head.head", VOCAB, HIDDEN, _LOGIT_GAIN)
+    return weights.end()
 
 
-def write(folder: Path, heads: int, *, drafts: bool = False) -> None:
+def write(folder: Path, config: dict[str, Any], make: Callable[[], dict[str, Tensor]]) -> None:
     """Write config.json and model.safetensors, unless they are there."""
     from safetensors.torch import save_file
 
     if (folder / "config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors(heads, drafts=drafts), folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**_config(heads), **({"num_nextn_predict_layers": 1} if drafts else {})}
+    save_file(make(), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: it says that all is there
 
 
@@ -197,7 +215,10 @@ def write_model(folder: Path, name: str) -> None:
     """Write the checkpoint `name` below a folder: `dense`, or what it is and its heads.
 
     heads16: a small model. drafts16: with a layer that drafts. rank16: one GPU's share of the whole model, without weights.
+    nope16, sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4 (`other_models`).
     """
+    import other_models
+
     kind = name.rstrip("0123456789")
     heads, to = name.removeprefix(kind), folder / name
     if kind == "dense":
@@ -205,4 +226,11 @@ def write_model(folder: Path, name: str) -> None:
     elif kind == "rank":
         write_rank_config(to, int(heads))
     else:
-        write(to, int(heads), drafts={"heads": False, "drafts": True}[kind])
+        drafts = {"num_nextn_predict_layers": 1}
+        config, make = {
+            "heads": (_config, tensors),
+            "drafts": (lambda heads: _config(heads) | drafts, lambda heads: tensors(heads, drafts=True)),
+            "nope": (other_models.glm_config, other_models.glm_tensors),
+            "sinks": (other_models.hy_config, other_models.hy_tensors),
+        }[kind]
+        write(to, config(int(heads)), lambda: make(int(heads)))

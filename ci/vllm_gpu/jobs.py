@@ -25,6 +25,7 @@ WHO: Final[dict[str, tuple[str | None, dict[str, str]]]] = {
     "stock": ("FLASHMLA_SPARSE", {"MLA_PORTABLE_VLLM": "off"}),
     "plugin": ("CUSTOM", {"MLA_PORTABLE_VLLM": "custom"}),
     "triton": ("CUSTOM", {"MLA_PORTABLE_VLLM": "custom", "MLA_PORTABLE_BACKEND": "triton"}),
+    "choice": (None, {"MLA_PORTABLE_VLLM": "off"}),
     "override": (None, {"MLA_PORTABLE_VLLM": "override"}),
     "untouched": (None, {"MLA_PORTABLE_VLLM": "auto"}),
     "sm80": (None, {"MLA_PORTABLE_VLLM": "auto"}),
@@ -222,6 +223,28 @@ def _rehearsed_refusals() -> Iterator[Job]:
     for who, says in (("sm80", "fp8e4nv"), ("sm80bare", "requires DeepGEMM")):
         more = {"environ": {"MLA_PORTABLE_VLLM_INDEXER": "off"}, "options": {"says": says}, "rehearsal": REHEARSALS[who]}
         yield Job(f"refuse-{who}-off", "refuse", who, heads=16, seconds=300, **more)
+
+
+OTHER_MODELS: Final = {"glm53": ("nope16", "choice"), "hyv4": ("sinks16", "stock")}
+"""Name -> checkpoint, and the key of WHO for the stock engine: for head size 512 each version has another backend."""
+
+
+def other_models() -> list[Job]:
+    """GLM-5.3-Flash and hy_v4 (vLLM 0.30 and later): stock, the plugin, Triton alone, and as on older GPUs.
+
+    Stock has no cache of GLM-5.3-Flash in fp8_ds_mla before 0.32. On an A100 its k-pool kernels of vLLM stop.
+    """
+    found: list[Job] = []
+    for name, (model, stock) in OTHER_MODELS.items():
+        options = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": 1, "model": model}
+        for kv, mode, who in product(KV_DTYPES, ("eager", "graphs"), (stock, "plugin", "triton", "sm89", "sm80")):
+            if name == "glm53" and (who, kv) in (("choice", "fp8_ds_mla"), ("sm80", kv)):
+                continue
+            given: dict[str, Any] = {"options": options, "rehearsal": REHEARSALS.get(who, {}), "seconds": 300}
+            cell = f"{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
+            found.append(Job(f"{name}-{who}-{cell}", "generate", who, kv, 16, mode, **given))
+    stop: dict[str, Any] = {"options": {"says": "fp8e4nv", "model": "nope16"}, "rehearsal": REHEARSALS["sm80"]}
+    return [*found, Job("glm53-sm80-stop", "refuse", "sm80", "auto", 16, seconds=300, **stop)]
 
 
 def load() -> list[Job]:

@@ -188,9 +188,14 @@ def agreement(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line
         yield _many(ran, "requests-plugin", "requests-plugin-one", "requests-plugin-small")
     for name, done in ran.items():
         if done.job.task == "refuse":
-            messages, says = done.result.get("refused", []), done.job.options["says"]
-            refused = any(says in text for text in messages)
-            yield Line(name, says if refused else f"expected {says!r}: {messages or 'it started'}", refused)
+            yield _refusal(name, done)
+
+
+def _refusal(name: str, done: Done) -> Line:
+    """An engine that must not start said what it should."""
+    messages, says = done.result.get("refused", []), done.job.options["says"]
+    refused = any(says in text for text in messages)
+    return Line(name, says if refused else f"expected {says!r}: {messages or 'it started'}", refused)
 
 
 def _by_default(ran: Ran, out: Path, name: str) -> Line:
@@ -312,6 +317,28 @@ def features(ran: Ran) -> Iterator[Line]:
             yield line
     if "feature-all-one" in ran:
         yield _many(ran, "feature-all", "feature-all-one", "feature-all-small")
+
+
+def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
+    """Each engine against stock's eager one; where stock has no such cache, against that of Triton's kernels alone."""
+    for job in planned:
+        if job.task == "refuse":
+            if job.name in ran:
+                yield _refusal(job.name, ran[job.name])
+            continue
+        name, kv = job.name.split("-")[0], job.name.split("-")[-2]
+        _, stock = jobs.OTHER_MODELS[name]
+        known = [f"{name}-{who}-{kv}-eager" for who in (stock, "triton")]
+        against = next((each for each in known if _runs(ran, each)), "")
+        runs = _runs(ran, job.name)
+        if not runs:
+            yield Line(job.name, "did not finish", False)
+        elif job.name == against:
+            yield Line(job.name, "what the others are compared with", None)
+        else:
+            compared = compare(_runs(ran, against)[0], runs[0])
+            ours = job.who == stock or bool(ran[job.name].served)
+            yield Line(job.name, f"against {against}: {compared}", compared.is_close and ours)
 
 
 def _beside_stock(ran: Ran) -> Iterator[tuple[str, Done, Done]]:

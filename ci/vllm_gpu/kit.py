@@ -36,6 +36,7 @@ from jobs import (
     features,
     indexer,
     load,
+    other_models,
     prompts,
     rank,
     tensor_parallel,
@@ -133,6 +134,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("vllm-report"), help="for results and logs")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--indexer", action="store_true", help="the indexer, also on rehearsed older GPUs, and nothing else")
+    other.add_argument("--other-models", action="store_true", help="GLM-5.3-Flash and hy_v4, from 0.30 on, and nothing else")
     other.add_argument("--features", action="store_true", help="what deployments switch on, and nothing else")
     other.add_argument(
         "--load", action="store_true", help="the plugin and stock by default, timed from outside, and nothing else"
@@ -162,6 +164,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "tensor_parallel": (tensor_parallel, judge.tensor_parallel),
         "indexer": (indexer, lambda done: judge.agreement(done, todo, out)),
         "features": (features, judge.features),
+        "other_models": (other_models, lambda done: judge.other_models(done, todo)),
         "context_parallel": (
             lambda: context_parallel(args.context_parallel),
             lambda done: judge.context_parallel(done, todo),

@@ -25,7 +25,7 @@ class StepBuffers:
     Attributes:
         indices: [max_num_tokens, K] int32. counts: [max_num_tokens] int32. Where convert_indices writes.
         lse: [max_num_tokens, H] float32, for layers that return none; None where every layer does.
-        query: [max_num_tokens, H, key width] bf16, where a (ql_nope, q_pe) pair is joined; None where none is expected.
+        query: [max_num_tokens, H, query width] bf16, where a (ql_nope, q_pe) pair is joined; None where none is expected.
         workspace: [W, key width] bf16 for gathered prefill contexts; None for routes without one.
     """
 
@@ -57,7 +57,7 @@ class StepBuffers:
                 indices=empty(tokens, spec.topk, dtype=torch.int32),
                 counts=empty(tokens, dtype=torch.int32),
                 lse=None if spec.need_lse else empty(tokens, heads, dtype=torch.float32),
-                query=empty(tokens, heads, width, dtype=torch.bfloat16) if spec.concat_query else None,
+                query=empty(tokens, heads, spec.query_width, dtype=torch.bfloat16) if spec.joins_query else None,
                 workspace=workspace if has_workspace else None,
             )
 
@@ -68,8 +68,8 @@ class StepBuffers:
         _check("counts", self.counts, (tokens,), torch.int32, device)
         if not spec.need_lse:
             _check("lse", self.lse, (tokens, heads), torch.float32, device)
-        if spec.concat_query:
-            _check("query", self.query, (tokens, heads, width), torch.bfloat16, device)
+        if spec.joins_query:
+            _check("query", self.query, (tokens, heads, spec.query_width), torch.bfloat16, device)
         if has_workspace:
             _check("workspace", self.workspace, (spec.workspace_rows, width), torch.bfloat16, device)
 

@@ -111,18 +111,25 @@ class StepCheck:
         check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format)
         self._check_cache(kv_cache, "SparseMLAAttention.cache_write")
 
+    @staticmethod
+    def no_rope(k_pe: Tensor) -> None:
+        """The rotary part of new keys where the spec says that there is none. Raises: InvalidArgument."""
+        where = "SparseMLAAttention.cache_write"
+        tokens = shape_of(where, "k_pe", k_pe, 2, "[T, 0]")[0]
+        check_tensor(where, "k_pe", k_pe, k_pe.dtype, (tokens, 0), k_pe.device, "[T, 0], because spec.nope")
+
     def _query_parts(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Mapping[str, Tensor], tuple[int, ...]]:
         """The tensors of the query by name, and their widths."""
-        layout = self._layout
+        spec = self._spec
         if isinstance(q, Tensor):
-            return {"q": q}, (layout.key_width,)
-        tensor, halves = f"[T, H, {layout.key_width}]", (layout.value_width, layout.rope_width)
+            return {"q": q}, (spec.query_width,)
+        tensor, halves = f"[T, H, {spec.query_width}]", (self._layout.value_width, spec.rope_width)
         expected = f"a tensor {tensor}, or the pair (ql_nope [T, H, {halves[0]}], q_pe [T, H, {halves[1]}])"
         if not isinstance(q, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse(_WHERE, "q", describe(q), expected)
         if len(q) != 2:  # pyright: ignore[reportUnnecessaryComparison]
             refuse(_WHERE, "q", f"a tuple of {len(q)}", expected)
-        if self._buffers.query is None:
+        if not spec.concat_query:
             refuse(_WHERE, "q", "a pair", f"one tensor {tensor}", "Build the layer with concat_query=True.")
         return {"q[0]": q[0], "q[1]": q[1]}, halves
 

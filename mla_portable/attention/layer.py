@@ -107,6 +107,9 @@ class SparseMLAAttention:
         )
         self._write_decision = layer_registry.decide(write)
         self._write: CacheWrite | None = layer_registry.bind(write) if self._write_decision.chosen else None
+        self._no_rope = (
+            torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
+        )
         self._accelerator = accelerator(self.device)
         self._index = self._accelerator.index  # -1 for a CPU
         if attn_sink is not None:
@@ -157,12 +160,15 @@ class SparseMLAAttention:
     def cache_write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write a step's new tokens into the cache with `spec.scale_format`; arguments as `mla_portable.cache_write`.
 
-        Graph-safe where `spec.graph`.
+        With `spec.nope`, k_pe is [T, 0], and the rotary part of the rows is written as zeros. Graph-safe where `spec.graph`.
         Raises: UnsupportedRequest if no implementation writes this layout; attention may still read it. InvalidArgument for the
             tensors, before anything is written.
         """
         if self._write is None:
             raise UnsupportedRequest(self._write_decision)
+        if self._no_rope is not None:
+            self._check.no_rope(k_pe)
+            k_pe = self._no_rope.expand(k_pe.shape[0], -1)
         self._check.write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
         if self._on_other_device():
             with self._accelerator.guard():
@@ -185,7 +191,7 @@ class SparseMLAAttention:
 
         Args:
             q: [T, H, V + R] bf16, or the pair ql_nope [T, H, V], q_pe [T, H, R] where `spec.concat_query`; V and R are the
-                widths of the layout's latent and rotary part, T = plan.num_padded_tokens.
+                widths of the layout's latent and rotary part, T = plan.num_padded_tokens. R is 0 with `spec.nope`.
             kv_cache: [blocks, block_size, row width] of `spec.layout`.
             topk_indices: [T or more, K] int32, positions in each token's request, negative = absent; rows of padding hold -1.
             plan: made for this batch by a planner of `planner_config()`.
@@ -216,7 +222,10 @@ class SparseMLAAttention:
             lse_out = torch.empty((num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
         if num_tokens == 0:
             return out, lse_out if spec.need_lse else None
-        query = q if isinstance(q, Tensor) else step.join_query(q, self._join_query)
+        if isinstance(q, Tensor):
+            query = q
+        else:  # without a rotary part there is nothing to join
+            query = step.join_query(q, self._join_query) if spec.joins_query else q[0]
         bound.convert(
             topk_indices if topk_indices.shape[0] == num_tokens else topk_indices[:num_tokens],
             plan.req_id_per_token,

@@ -7,7 +7,7 @@ its selection as a bit mask where it does not select everything. Both give the s
 before a token, but at a fraction of the products for each: `PromptTimes` says when it takes less time.
 
 For each part of the keys (PromptPlan; mostly one has all of them): gather_upconvert of the context from the cache, the
-projection, concat_mla_k, pack_selection, masked_prefill; merge_states where there are several.
+projection, concat_mla_k (for keys with a rotary part), pack_selection, masked_prefill; merge_states where there are several.
 
 New tokens are attended to as they are given, not as a quantised cache has them; the context is what the cache has.
 """
@@ -49,9 +49,9 @@ LEAST_KEY_ROWS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class HeadDims:
-    """Widths of a head. nope: of the query and key without rope (P). rope: of the rest (R). value: of the value (V).
+    """Widths of a head. nope: of the query and key without rope (P). rope: of the rest (R), may be 0. value: of the value (V).
 
-    DeepSeek-V3.2 has 128, 64, 128; GLM-5 has 192, 64, 256.
+    DeepSeek-V3.2 has 128, 64, 128; GLM-5 has 192, 64, 256; GLM-5.3-Flash has 256, 0, 256.
     """
 
     nope: int = 128
@@ -59,7 +59,7 @@ class HeadDims:
     value: int = 128
 
     def __post_init__(self) -> None:
-        check_fields(self, dict.fromkeys(("nope", "rope", "value"), (1, INT32_MAX)))
+        check_fields(self, {"nope": (1, INT32_MAX), "rope": (0, INT32_MAX), "value": (1, INT32_MAX)})
 
     @property
     def query(self) -> int:
@@ -99,8 +99,8 @@ class PromptAttention:
         check_type(_CLASS, "head_dims", head_dims, HeadDims, "HeadDims")
         if spec.share.size > 1:
             refuse(_CLASS, "spec.share", f"one of {spec.share.size} ranks", "the whole of each sequence in the cache")
-        if head_dims.rope != spec.layout.rope_width:
-            refuse(_CLASS, "head_dims.rope", head_dims.rope, f"{spec.layout.rope_width}, as rows of {spec.kv_layout} have")
+        if head_dims.rope != spec.rope_width:
+            refuse(_CLASS, "head_dims.rope", head_dims.rope, f"{spec.rope_width}, as queries of the spec have")
         if spec.attn_sink:
             refuse(_CLASS, "spec.attn_sink", True, "False: attention over keys of each head has no sinks")
         if spec.batch_invariant:
@@ -127,10 +127,11 @@ class PromptAttention:
             uneven_blocks=not spec.contiguous_blocks,
         )
         pack = Request(PACK_SELECTION, facts, topk=spec.topk, rows=spec.max_num_tokens)
-        concat = Request(CONCAT_MLA_K, facts, num_heads=spec.num_heads, rows=spec.max_num_tokens)
         merge = Request(MERGE_STATES, facts)
         named = {"masked": attend.but(selection=True), "dense": attend, "gather": gather, "pack": pack}
-        named |= {"concat": concat, "merge": merge}
+        named |= {"merge": merge}
+        if head_dims.rope:  # else the up-projection makes the keys
+            named["concat"] = Request(CONCAT_MLA_K, facts, num_heads=spec.num_heads, rows=spec.max_num_tokens)
         self.decisions: dict[str, Decision] = {name: layers.decide(request) for name, request in named.items()}
         self._attention = {
             (masked, partial): layers.bind(attend.but(selection=masked, lse=partial))
@@ -138,17 +139,20 @@ class PromptAttention:
             for partial in (False, True)
         }
         self._gather, self._pack = layers.bind(gather), layers.bind(pack)
-        self._concat, self._merge = layers.bind(concat), layers.bind(merge)
+        self._merge = layers.bind(merge)
+        self._concat = layers.bind(named["concat"].of(CONCAT_MLA_K)) if head_dims.rope else None
         self._accelerator = accelerator(self.device)
 
     @property
     def scratch_bytes(self) -> int:
         """Device memory that a step of `max_num_tokens` allocates and frees, at most.
 
-        For each key its latent row, the projection and the key; for each token the bit mask and three partial results.
+        For each key its latent row, the projection and, where it has a rotary part, the key; for each token the bit mask and
+        three partial results.
         """
         spec, dims = self.spec, self.head_dims
-        of_key = 2 * (spec.layout.key_width + spec.num_heads * (dims.query + dims.nope + dims.value))
+        key = dims.query if dims.rope else 0
+        of_key = 2 * (spec.layout.key_width + spec.num_heads * (key + dims.nope + dims.value))
         of_token = 4 * (-(-self.key_rows // 32)) + 3 * spec.num_heads * (2 * dims.value + 4)
         return self.key_rows * of_key + spec.max_num_tokens * of_token
 
@@ -209,11 +213,13 @@ class PromptAttention:
             self._gather(kv_cache, plan.block_table, part.seq_lens, part.workspace_starts, out=rows)
             if part.new_rows is not None:  # after the gather, which writes an earlier part's positions to rows of new tokens
                 rows[:, :width].index_copy_(0, part.new_rows, kv_c)
-                rows[:, width:].index_copy_(0, part.new_rows, k_pe)
+                if self._concat is not None:
+                    rows[:, width:].index_copy_(0, part.new_rows, k_pe)
             kv_c, k_pe = rows[:, :width], rows[:, width:]
         dims = self.head_dims
         projected = project(kv_c).view(len(kv_c), self.spec.num_heads, dims.nope + dims.value)
-        return self._concat(projected[..., : dims.nope], k_pe), projected[..., dims.nope :]
+        own, value = projected[..., : dims.nope], projected[..., dims.nope :]
+        return own if self._concat is None else self._concat(own, k_pe), value
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, topk: Tensor, plan: PromptPlan, part: KeyPart, out: Tensor, lse: Tensor | None

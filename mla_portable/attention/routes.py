@@ -70,9 +70,10 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
         "cache_alignment": spec.cache_alignment,
         "uneven_blocks": not spec.contiguous_blocks,
     }
+    in_place = {**attention, "nope": spec.nope}
     # a small deployment is served by who is fast at its size, where that was measured
     rows = spec.max_num_reqs * spec.decode_query_len
-    decode = Request(SPARSE_DECODE, **attention, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph)
+    decode = Request(SPARSE_DECODE, **in_place, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph)
     # sparse_prefill sees a cache without scales as flat rows
     flat: dict[str, Any] = {"kv_layout": layout.name, "cache_alignment": spec.cache_alignment}
     seen = cache if layout.is_quantized else flat
@@ -88,7 +89,7 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
         "convert": convert,
         "workspace_convert": convert.but(prefill_workspace=True),
         "decode": decode,
-        "cache_prefill": Request(SPARSE_PREFILL, **attention, **seen),
+        "cache_prefill": Request(SPARSE_PREFILL, **in_place, **seen),
         "bf16_prefill": Request(SPARSE_PREFILL, **attention, kv_layout=layout.workspace.name),
         "gather": Request(GATHER_UPCONVERT, device, **cache),
     }
@@ -231,7 +232,13 @@ def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:
 
 
 def _gather_without_use(spec: AttentionSpec) -> tuple[Reason, ...]:
-    """A bf16 cache is read in place; copying it to bf16 rows first is only done if the route is forced."""
+    """A bf16 cache is read in place; copying it to bf16 rows first is only done if the route is forced.
+
+    Gathered rows have the rotary part that queries of `spec.nope` lack.
+    """
+    if spec.nope:
+        why = "gathered rows have a rotary part, which only rows with scales are read without"
+        return (Reason("nope", "yes", why, "take route direct or fused"),)
     if spec.layout.is_quantized or spec.route != AUTO_ROUTE:
         return ()
     return (

@@ -45,7 +45,10 @@ class AttentionSpec:
         attn_sink: the layer has a sink per head. graph: uniform decode batches are captured in CUDA graphs.
         batch_invariant: a row's result does not depend, in a single bit, on what else is in the batch, as long as it is served
             as a decode, or as a prefill, in both; an implementation that cannot promise that is passed over.
-        concat_query: `forward` may be given (ql_nope, q_pe) pairs, for which a [max_num_tokens, H, key width] buffer is kept.
+        concat_query: `forward` may be given (ql_nope, q_pe) pairs, for which a [max_num_tokens, H, query width] buffer is kept;
+            none where there is nothing to join.
+        nope: queries and new keys have no rotary part, over a quantised layout whose rows have one: it is written as zeros and
+            not read. Routes that gather rows for attention are passed over. Rows without scales come in a layout of their own.
         max_scratch_bytes: bound on the split-KV scratch.
         share: what the cache holds of each sequence: all of it, or the share of one rank of decode context parallelism. Then
             `num_heads` are the heads of the ranks that share it together, as each computes all of them over its own keys, and
@@ -73,6 +76,7 @@ class AttentionSpec:
     graph: bool = False
     batch_invariant: bool = False
     concat_query: bool = True
+    nope: bool = False
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     share: ContextShare = WHOLE
 
@@ -88,6 +92,9 @@ class AttentionSpec:
         ):
             if value not in allowed:
                 raise InvalidArgument(where, name, got=repr(value), expected=f"one of {', '.join(map(str, allowed))}")
+        if self.nope and not (self.layout.is_quantized and self.layout.rope_width):
+            expected = "False: only quantised rows with a rotary part are read without it"
+            raise InvalidArgument(where, "nope", got=f"True for {self.kv_layout}", expected=expected)
         if not isinstance(self.share, ContextShare):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(where, "share", got=describe(self.share), expected="a ContextShare")
         if self.share.size > 1 and not self.need_lse:
@@ -100,6 +107,21 @@ class AttentionSpec:
     def layout(self) -> CacheLayout:
         """The layout of the cache."""
         return LAYOUTS[self.kv_layout]
+
+    @property
+    def rope_width(self) -> int:
+        """Numbers of the rotary part of a query and of a new key."""
+        return 0 if self.nope else self.layout.rope_width
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of a query: those of the latent, then those of the rotary part."""
+        return self.layout.value_width + self.rope_width
+
+    @property
+    def joins_query(self) -> bool:
+        """The halves of a (ql_nope, q_pe) pair are written side by side; where `q_pe` has no columns, ql_nope is the query."""
+        return self.concat_query and self.rope_width > 0
 
     @property
     def workspace_rows(self) -> int:

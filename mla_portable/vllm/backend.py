@@ -62,20 +62,20 @@ class MLAPortableBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any | None = None) -> list[Any]:
-        """[64]: the indexer's cache beside ours has no other. vLLM cuts larger blocks into these."""
-        return [model.BLOCK_SIZE]
+        """[64], or its multiples where the indexer scores pools of keys."""
+        return compat.block_sizes(model.BLOCK_SIZE, get_current_vllm_config_or_none(), kv_cache_spec)
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[blocks, block_size, 656] bytes for FP8, else [blocks, block_size, 576]. Asked by vLLM up to 0.28."""
+        """[blocks, block_size, 656] bytes for FP8, else [blocks, block_size, head_size]. Asked by vLLM up to 0.28."""
         layout = LAYOUTS.get(model.LAYOUT_OF_DTYPE.get(cache_dtype_str, ""))
         return num_blocks, block_size, layout.row_width if layout and layout.is_quantized else head_size
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Blocks are to lie whole rows apart; asked by vLLM from 0.30 on."""
+        """Blocks are to lie whole rows apart, where vLLM has a way to ask for it (0.32 and later)."""
         return compat.align_blocks(spec)
 
     @classmethod

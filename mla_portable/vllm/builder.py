@@ -35,18 +35,20 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         impls = compat.impls_of(vllm_config, layer_names)
         demands = {
-            (i.num_heads, i.scale, i.kv_cache_dtype, i.need_to_return_lse_for_decode, i.sinks is not None) for i in impls
+            (i.head_size, i.num_heads, i.scale, i.kv_cache_dtype, i.need_to_return_lse_for_decode, i.sinks is not None)
+            for i in impls
         }
         if len(demands) > 1:
             got = f"layers that differ: {sorted(demands, key=str)}"
-            expected = "one head count, scale and cache format; attention sinks in all layers or in none"
+            expected = "one head size and count, scale and cache format; attention sinks in all layers or in none"
             raise InvalidArgument("vLLM", "layer_names", got=got, expected=expected)
-        default = (None, None, _stored(vllm_config, kv_cache_spec), False, False)
-        heads, scale, stored, need_lse, has_sinks = next(iter(demands), default)
+        default = (None, None, None, _stored(vllm_config, kv_cache_spec), False, False)
+        head_size, heads, scale, stored, need_lse, has_sinks = next(iter(demands), default)
         resolved = model.resolve(
             vllm_config,
             device,
             kv_cache_dtype=stored,
+            head_size=head_size,
             num_heads=heads,
             softmax_scale=scale,
             block_size=kv_cache_spec.block_size,
@@ -70,6 +72,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         found = prompts.attention(resolved, vllm_config, next(iter(dims))) if len(dims) == 1 else None
         layers = [vllm_config.compilation_config.static_forward_context.get(name) for name in layer_names]
         self._prompts = prompts.prompts(found, layers, vllm_config, resolved.spec.decode_query_len)
+        self._topk = compat.topk(vllm_config) or resolved.spec.topk
         self._captured: dict[int, DecodeSchedule] = {}
         logger.info(
             "mla_portable serves %d layers on %s by route %s: %s; cache %s, %s heads, written by %s",
@@ -132,10 +135,10 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             num_decodes=reqs,
             num_decode_tokens=tokens,
             num_prefills=num_reqs - reqs,
-            prefill_max_seq_len=0 if apart is None else compat.prompt_marks(spec.topk)[0],
+            prefill_max_seq_len=0 if apart is None else compat.prompt_marks(self._topk)[0],
             prefill=None if apart is None else apart[1],
             block_size=spec.block_size,
-            topk_tokens=spec.topk,
+            topk_tokens=self._topk,
             attention=self.attention,
             plan=plan,
         )

@@ -22,6 +22,7 @@ import torch
 from vllm.v1.attention import backend as _backend
 
 from mla_portable.contracts.values import INT32_MAX
+from mla_portable.layouts import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 IMPL_BASE: Any = getattr(_backend, "SparseMLAAttentionImpl", None) or _backend.MLAAttentionImpl
 """0.16 to 0.25 tell a sparse implementation by this class, later versions by its `is_sparse`."""
@@ -57,6 +58,22 @@ def compress_ratios(vllm_config: Any) -> list[int]:
 def pooled_keys(vllm_config: Any) -> int:
     """Tokens to a key of the indexer: more than 1 in GLM-5.3-Flash, whose layer scores pools of them (0.30 and later)."""
     return getattr(_text_config(vllm_config.model_config), "index_kpool", None) or 1
+
+
+def selection_width(vllm_config: Any) -> int | None:
+    """Columns of the buffer that the indexer fills; None where the model is not sparse.
+
+    With pools of keys it also has room for the tokens that do not make up a pool yet, in whole multiples of 128
+    (`get_sparse_topk_buffer_width` of vLLM's glm5next): -1 then stands between selected positions, too.
+    """
+    found, pool = topk(vllm_config), pooled_keys(vllm_config)
+    return found if found is None or pool == 1 else -(-(found + pool - 1) // 128) * 128
+
+
+def head_size(vllm_config: Any) -> int:
+    """Numbers of a key: the latent and the rotary part, which some models do not have."""
+    text = _text_config(vllm_config.model_config)
+    return getattr(text, "kv_lora_rank", KV_LORA_RANK) + getattr(text, "qk_rope_head_dim", QK_ROPE_HEAD_DIM)
 
 
 def nominal_scale(vllm_config: Any) -> float:
@@ -211,12 +228,14 @@ def runs_microbatches(vllm_config: Any) -> bool:
 def block_gap(vllm_config: Any, kv_cache_spec: Any) -> int | None:
     """Bytes between the end of a block of a layer's cache and the next one; None for other layers' pages, whole rows of them.
 
+    1 where such pages lie any distance apart: versions before 0.32 do not align them to rows.
+
     Up to 0.28 only padding lies there. 0.33 has layouts with the blocks outermost, such as `BLHNC`, where every layer's page of
     a block follows; the layout is settled before builders are made.
     """
     layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
     if layout is not None and layout.startswith("B"):
-        return None
+        return 1 if _row_alignment() is None else None
     padded = getattr(kv_cache_spec, "page_size_padded", None)
     return 0 if padded is None else padded - replace(kv_cache_spec, page_size_padded=None).page_size_bytes
 
@@ -306,9 +325,27 @@ def workspace_manager() -> Any | None:
 
 
 def align_blocks(spec: Any) -> Any:
-    """A cache spec whose blocks are whole rows apart, where vLLM lets a backend ask for it (0.30 and later)."""
+    """A cache spec whose blocks are whole rows apart, where vLLM lets a backend ask for it (0.32 and later)."""
+    align = _row_alignment()
+    return spec if align is None else align(spec)
+
+
+def _row_alignment() -> Callable[[Any], Any] | None:
     try:
         from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows
     except ImportError:
-        return spec
-    return align_blocks_to_rows(spec)
+        return None
+    return align_blocks_to_rows
+
+
+def block_sizes(least: int, vllm_config: Any | None, kv_cache_spec: Any | None) -> list[Any]:
+    """Blocks that kernels may see: of `least` tokens, as the indexer's cache beside ours has no other. vLLM cuts larger ones.
+
+    An indexer of pools of keys has larger blocks, such as 128 and 256 (GLM-5.3-Flash): any multiple will do then.
+    kv_cache_spec: given from 0.31 on, also where no configuration is in force.
+    """
+    if kv_cache_spec is not None:
+        pools = getattr(kv_cache_spec, "head_size", None) == KV_LORA_RANK
+    else:
+        pools = vllm_config is not None and vllm_config.model_config is not None and pooled_keys(vllm_config) > 1
+    return [_backend.MultipleOf(least) if pools else least]

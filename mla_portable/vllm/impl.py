@@ -82,6 +82,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
             config,
             compat.device(),
             kv_cache_dtype=self.kv_cache_dtype,
+            head_size=self.head_size,
             num_heads=self.num_heads,
             softmax_scale=self.scale,
             need_lse=self.need_to_return_lse_for_decode,
@@ -126,7 +127,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *more: Any, **options: Any
     ) -> None:
-        """Write new tokens: kv_c_normed [T, 512], k_pe [T, 1, 64] or [T, 64]; slot_mapping [T or fewer], negative = skip.
+        """Write new tokens: kv_c_normed [T, 512], k_pe [T, 1, R] or [T, R]; slot_mapping [T or fewer], negative = skip.
 
         `more` and `options` are vLLM's operator's: the cache's format, its scale, and what versions add.
 
@@ -153,9 +154,10 @@ class MLAPortableImpl(compat.IMPL_BASE):
         """Attention of a step's tokens.
 
         Args:
-            q: [T, H, 576] bf16, or ql_nope [T, H, 512] and q_pe [T, H, 64]; T is the metadata's `num_decode_tokens`. Under
-                decode context parallelism the first, with the heads of all ranks that share a sequence.
-            kv_c_and_k_pe_cache: [blocks, block_size, 576] bf16, or [blocks, block_size, 656] of bytes.
+            q: [T, H, 512 + R] bf16, or ql_nope [T, H, 512] and q_pe [T, H, R]; R is 64, or 0 in models without rope. T is the
+                metadata's `num_decode_tokens`. Under decode context parallelism the first, with the heads of all ranks that
+                share a sequence.
+            kv_c_and_k_pe_cache: [blocks, block_size, 512 + R] bf16, or [blocks, block_size, 656] of bytes.
         Returns: out [T, H, 512] bf16, and the natural-log lse [T, H] float32 where vLLM merges partial results, else None.
         Raises: InvalidArgument or PlanMismatch before anything is written.
         """

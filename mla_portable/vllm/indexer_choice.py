@@ -83,11 +83,6 @@ def _decide(vllm_config: Any | None) -> IndexerChoice:
     impossible = _other_formats(vllm_config)
     if impossible is not None:
         return IndexerChoice(False, False, f"mla_portable does not read {impossible}")
-    pool = 1 if vllm_config is None or vllm_config.model_config is None else compat.pooled_keys(vllm_config)
-    if pool > 1:
-        return IndexerChoice(
-            False, False, f"the model scores pools of {pool} keys, by a layer that mla_portable does not replace"
-        )
     apart = _beyond_fused(vllm_config)
     return IndexerChoice(True, apart is None, reason if apart is None else f"{reason}; not fused: {apart}")
 
@@ -129,6 +124,9 @@ def _beyond_fused(vllm_config: Any | None) -> str | None:
     size = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) or 1
     if size > 1:
         return f"prefill context parallelism {size}"
-    if vllm_config.model_config is not None and any(ratio > 1 for ratio in compat.compress_ratios(vllm_config)):
+    if vllm_config.model_config is None:
+        return None
+    if any(ratio > 1 for ratio in compat.compress_ratios(vllm_config)):
         return "the indexer scores compressed tokens (compress_ratios)"
-    return None
+    pool = compat.pooled_keys(vllm_config)
+    return f"the indexer scores pools of {pool} keys (index_kpool)" if pool > 1 else None

@@ -8,7 +8,9 @@ called, and calls vLLM's own where that serves. Versions are recognised by what 
     vllm.model_executor.layers.sparse_attn_indexer   the operator, its function, and the layer around it
     vllm.v1.attention.backends.mla.indexer           requests attached to the metadata; no DeepGEMM schedules
     vllm.model_executor.models.deepseek_v2           no Triton kernel that stores e4m3 below compute capability 8.9
-    vllm.models.deepseek_v32                         0.30 and later: the generic model class there, for the same reason
+    vllm.models.deepseek_v32                         0.29 and later: the generic model class there, for the same reason
+    vllm.models.glm5next.nvidia.sparse_indexer       the layer that scores pools of keys, which calls DeepGEMM's functions; in
+                                                     0.30 vllm.model_executor.layers.sparse_attn_indexer_kpool
 
 The operator keeps its name and schema: its kernel alone is registered again, in torch's dispatcher. So everything that refers
 to it by name goes on to work (`splitting_ops`, piecewise and full CUDA graphs), which a new operator or another `CustomOp`
@@ -164,8 +166,21 @@ def _log_unplanned(metadata: str) -> None:
     settings.logger.warning("vLLM's operator serves an indexer whose metadata (%s) mla_portable does not know", metadata)
 
 
-def _extend_layer(layer: Any, serve: Callable[..., torch.Tensor]) -> None:
-    """Choose whose indexer serves when a layer is built, and let it call the operator on every platform if it is ours."""
+def serve_pools(module: Any) -> None:
+    """Let GLM-5.3-Flash's layer be built without DeepGEMM, and call our functions in its place.
+
+    Its function is no operator, and does more than score: new tokens become pools, chosen pools become tokens again.
+    """
+    has_deep_gemm = module.has_deep_gemm
+    module.has_deep_gemm = lambda: _ours() or has_deep_gemm()
+    _extend_layer(module.SparseAttnIndexerKpool, None)
+
+
+def _extend_layer(layer: Any, serve: Callable[..., torch.Tensor] | None) -> None:
+    """Choose whose indexer serves when a layer is built, and let it call the operator on every platform if it is ours.
+
+    serve: the operator's kernel, None for a layer that calls none.
+    """
     build = layer.__init__
 
     @functools.wraps(build)
@@ -178,7 +193,7 @@ def _extend_layer(layer: Any, serve: Callable[..., torch.Tensor]) -> None:
         config = get_current_vllm_config_or_none()
         ours = indexer_choice.choose(config).ours
         set_functions(ours=ours)
-        if ours:
+        if ours and serve is not None:
             register_kernel(serve)
         kernels: Any = getattr(config, "kernel_config", None)
         if ours and _lacks_fp8_in_triton() and getattr(kernels, "enable_jit_warmup", False):
@@ -198,8 +213,8 @@ def _extend_layer(layer: Any, serve: Callable[..., torch.Tensor]) -> None:
 def extend_builder(module: Any) -> None:
     """Attach an IndexerStep to vLLM's metadata, and compute no schedules for DeepGEMM where nothing calls it.
 
-    Builders are made after the layers. A model with a layer of another class (GLM-5.3-Flash) still calls DeepGEMM, whatever the
-    choice says, and reads the schedule.
+    Builders are made after the layers. A layer of a class that is not known here still calls DeepGEMM, whatever the choice
+    says, and reads the schedule.
     """
     has_deep_gemm = module.has_deep_gemm
     module.has_deep_gemm = lambda: not _functions_are_ours() and has_deep_gemm()
@@ -291,4 +306,8 @@ SEAMS: Final = {
     "vllm.v1.attention.backends.mla.indexer": Seam(extend_builder, ("DeepseekV32IndexerMetadataBuilder", "has_deep_gemm")),
     "vllm.model_executor.models.deepseek_v2": Seam(avoid_fused_query, ("Indexer",)),
     "vllm.models.deepseek_v32": Seam(choose_models),
+    **dict.fromkeys(
+        ("vllm.models.glm5next.nvidia.sparse_indexer", "vllm.model_executor.layers.sparse_attn_indexer_kpool"),
+        Seam(serve_pools, ("SparseAttnIndexerKpool", "has_deep_gemm")),
+    ),
 }

@@ -12,7 +12,7 @@ import torch
 from mla_portable.attention import AttentionSpec, RouteDecision, UnsupportedRoute
 from mla_portable.contracts import DeviceFacts, InvalidArgument, MLAPortableError, neutral_defaults
 from mla_portable.engine.routing import decide_route
-from mla_portable.layouts import LAYOUTS
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
@@ -20,11 +20,15 @@ from mla_portable.vllm.context_parallel import context_share
 from mla_portable.vllm.writer import Writer, choose_writer
 
 BLOCK_SIZE: Final = 64
-"""Tokens of a cache block, that of the indexer's cache beside ours. vLLM cuts larger blocks into these."""
+"""Tokens of a cache block, that of the indexer's cache beside ours. vLLM cuts larger blocks into these. With an indexer of
+pools of keys, blocks of both are multiples of it."""
 
 LAYOUT_OF_DTYPE: Final = {None: "bf16", "auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_ds_mla", "fp8_ds_mla": "fp8_ds_mla"}
 """vLLM's names of cache formats. `fp8` is what users write; vLLM turns it into `fp8_ds_mla` before a layer is built."""
-HEAD_SIZES: Final = tuple(sorted({LAYOUTS[name].key_width for name in LAYOUT_OF_DTYPE.values()}))
+_WITHOUT_ROPE: Final = {BF16.name: (BF16_NOPE.name, False), FP8_DS_MLA.name: (FP8_DS_MLA.name, True)}
+"""By the layout of a model with a rotary part: the layout of one without (GLM-5.3-Flash), and whether its rows have one all the
+same, which is then zeros."""
+HEAD_SIZES: Final = tuple(sorted({LAYOUTS[name].key_width for name in (*_WITHOUT_ROPE, BF16_NOPE.name)}))
 
 _ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)
 
@@ -49,6 +53,7 @@ def resolve(
     device: torch.device,
     *,
     kv_cache_dtype: str | None,
+    head_size: int | None = None,
     num_heads: int | None = None,
     softmax_scale: float | None = None,
     block_size: int = BLOCK_SIZE,
@@ -60,6 +65,7 @@ def resolve(
     """The spec of the model's layers and the route that serves them on `device`.
 
     Args:
+        head_size: numbers of a key, 576 or, without a rotary part, 512; None for the model's.
         probe: implementations that were not tried before are, and vLLM's operator for the cache; with False nothing is
             computed, and the cache counts as written by that operator with the scales that most readers take.
     Where vLLM would capture graphs but no route can be captured, one that runs outside of graphs is taken. `block_gap` is
@@ -67,11 +73,13 @@ def resolve(
     Raises: UnsupportedRoute with the reasons against every route; InvalidArgument for a configuration that is not served.
     """
     settings.adopt(vllm_config.additional_config)
-    layout = LAYOUT_OF_DTYPE.get(kv_cache_dtype)
+    layout, nope = LAYOUT_OF_DTYPE.get(kv_cache_dtype), False
     if layout is None:
         expected = f"one of {', '.join(name for name in LAYOUT_OF_DTYPE if name)}"
         raise InvalidArgument("vLLM", "kv_cache_dtype", got=repr(kv_cache_dtype), expected=expected)
-    model, scheduler, topk = vllm_config.model_config, vllm_config.scheduler_config, compat.topk(vllm_config)
+    if (compat.head_size(vllm_config) if head_size is None else head_size) == LAYOUTS[layout].value_width:
+        layout, nope = _WITHOUT_ROPE[layout]
+    model, scheduler, topk = vllm_config.model_config, vllm_config.scheduler_config, compat.selection_width(vllm_config)
     if topk is None:
         raise InvalidArgument("vLLM", "index_topk", got="nothing in the model's config", expected="a sparse-MLA model")
     if refused := compat.unsupported_features(vllm_config):
@@ -81,7 +89,7 @@ def resolve(
         got, expected = f"attention sinks with decode context parallelism {share.size}", "1: each rank would count the sink"
         raise InvalidArgument("vLLM", "sinks", got=got, expected=expected, remedy="Set decode_context_parallel_size=1.")
     decode_query_len, captured = compat.decode_query_len(vllm_config), compat.capture_sizes(vllm_config)
-    writer = choose_writer(layout, device, vllm_config) if probe else Writer("vllm", _likely_scales())
+    writer = choose_writer(layout, device, vllm_config, nope=nope) if probe else Writer("vllm", _likely_scales())
     spec = AttentionSpec(
         # vLLM gathers the query heads of the ranks that share a sequence
         num_heads=share.size * (num_heads or model.get_num_attention_heads(vllm_config.parallel_config)),
@@ -101,6 +109,7 @@ def resolve(
         need_lse=need_lse or share.size > 1,
         attn_sink=attn_sink,
         concat_query=share.size == 1,
+        nope=nope,
         share=share,
         graph=compat.wants_full_graphs(vllm_config),
         batch_invariant=compat.wants_batch_invariance(),
@@ -137,11 +146,14 @@ def refusal(
 ) -> str | None:
     """Why the plugin cannot serve this configuration, every reason in one text; None where it can, by what is declared."""
     if head_size not in HEAD_SIZES:
-        return f"head_size {head_size} (supports {', '.join(map(str, HEAD_SIZES))}: a latent of 512 and 64 of rope)"
+        return (
+            f"head_size {head_size} (supports {', '.join(map(str, HEAD_SIZES))}: a latent of 512, with 64 of rope or without)"
+        )
     if block_size is not None and block_size % BLOCK_SIZE:
         return f"block_size {block_size} (supports multiples of {BLOCK_SIZE}): start vLLM with --block-size {BLOCK_SIZE}"
     try:
-        resolve(vllm_config, device, kv_cache_dtype=kv_cache_dtype, attn_sink=attn_sink, probe=False)
+        given: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "head_size": head_size, "attn_sink": attn_sink}
+        resolve(vllm_config, device, **given, probe=False)
     except MLAPortableError as error:
         return str(error)
     return None

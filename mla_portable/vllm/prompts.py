@@ -62,8 +62,10 @@ class StepPrompts:
 
 def head_dims(arguments: dict[str, Any]) -> HeadDims | None:
     """Of a layer with these arguments of its implementation; None where it has no keys of each head."""
-    nope, rope, value = (arguments.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    return HeadDims(nope, rope, value) if arguments.get("kv_b_proj") is not None and nope and rope and value else None
+    nope, rope, value = (arguments.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if arguments.get("kv_b_proj") is None or not nope or rope is None or not value:
+        return None
+    return HeadDims(nope, rope, value)
 
 
 def attention(resolved: Resolved, vllm_config: Any, dims: HeadDims | None) -> PromptAttention | None:
@@ -75,7 +77,7 @@ def attention(resolved: Resolved, vllm_config: Any, dims: HeadDims | None) -> Pr
     spec, device = resolved.spec, resolved.decision.device
     if dims is None or device.vendor not in VENDORS or not compat.takes_prompts() or compat.forces_sparse_prefill(vllm_config):
         return None
-    if spec.batch_invariant or spec.share.size > 1 or spec.attn_sink or dims.rope != spec.layout.rope_width:
+    if spec.batch_invariant or spec.share.size > 1 or spec.attn_sink or dims.rope != spec.rope_width:
         return None
     try:
         return PromptAttention(spec, dims, device=compat.device())
@@ -87,9 +89,13 @@ def attention(resolved: Resolved, vllm_config: Any, dims: HeadDims | None) -> Pr
 class Prompts:
     """Beside a builder: the steps whose prompts are computed over keys of each head."""
 
-    def __init__(self, attention: PromptAttention, times: PromptTimes, threshold: int, masks: bool) -> None:
-        """threshold: query tokens of a decode. masks: vLLM's layer lets prompts through that are longer than the top-k."""
+    def __init__(self, attention: PromptAttention, times: PromptTimes, threshold: int, topk: int, masks: bool) -> None:
+        """Args:
+        threshold: query tokens of a decode. topk: a token that sees no more keys selects all of them.
+        masks: vLLM's layer lets prompts through that are longer than the top-k.
+        """
         self._attention, self._times, self._threshold, self._masks = attention, times, threshold, masks
+        self._topk = topk
 
     def build(
         self, query_lens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], block_table: torch.Tensor
@@ -101,7 +107,7 @@ class Prompts:
         (later,) = np.nonzero(query_lens > self._threshold)
         if not len(later):
             return None
-        first, topk = int(later[0]), self._attention.spec.topk
+        first, topk = int(later[0]), self._topk
         new, lens = query_lens[first:], lengths[first:]
         masked = bool(lens.max() > topk)
         if masked and not self._masks:
@@ -119,4 +125,5 @@ def prompts(found: PromptAttention | None, layers: Sequence[Any], vllm_config: A
     if found is None or not layers or any(getattr(layer, "prefill_backend", None) is None for layer in layers):
         return None  # vLLM's layer looks at that before it asks the implementation
     masks = compat.takes_masked_prompts(vllm_config, found.head_dims.query, found.head_dims.value)
-    return Prompts(found, prompt_times(found), threshold, masks)
+    topk = compat.topk(vllm_config) or found.spec.topk  # the indexer's buffer may be wider
+    return Prompts(found, prompt_times(found), threshold, topk, masks)

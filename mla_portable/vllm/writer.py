@@ -45,12 +45,17 @@ class Trial(NamedTuple):
 
 
 @cache
-def try_vllm(layout: str, device: torch.device) -> Trial:
-    """Write one token of `layout` with vLLM's operator on `device` and look at the row. Waits for the device."""
+def try_vllm(layout: str, device: torch.device, *, nope: bool = False) -> Trial:
+    """Write one token of `layout` with vLLM's operator on `device` and look at the row. Waits for the device.
+
+    nope: a token without a rotary part, whose bytes are to come out as zeros; operators before 0.31 or so refuse it.
+    """
     row = LAYOUTS[layout]
     kv_c = torch.full((1, row.value_width), _LATENT, dtype=torch.bfloat16, device=device)
-    k_pe = torch.arange(row.rope_width, dtype=torch.bfloat16, device=device)[None]
+    k_pe = torch.arange(0 if nope else row.rope_width, dtype=torch.bfloat16, device=device)[None]
     kv_cache = torch.zeros((2, _BLOCK, row.row_width), dtype=row.dtype, device=device)
+    if nope and row.rope_width:
+        kv_cache[..., row.rope_offset // row.dtype.itemsize :] = 1  # what an earlier row left behind
     slots = torch.tensor([_BLOCK + 1], dtype=torch.int64, device=device)
     scale = torch.ones((), dtype=torch.float32, device=device)
     name = layout if row.is_quantized else "auto"
@@ -60,6 +65,7 @@ def try_vllm(layout: str, device: torch.device) -> Trial:
     except (AttributeError, ImportError, NotImplementedError, RuntimeError) as error:
         return Trial(False, reason=f"{type(error).__name__}: {error}".splitlines()[0])
     wanted = torch.cat([kv_c[0], k_pe[0]]).cpu()
+    wanted = torch.nn.functional.pad(wanted, (0, row.key_width - len(wanted)))
     if not row.is_quantized:
         return Trial(True) if torch.equal(found, wanted) else Trial(False, reason="a bf16 row came out wrong")
     scales = found[row.scale_offset : row.rope_offset].view(torch.float32)
@@ -69,13 +75,13 @@ def try_vllm(layout: str, device: torch.device) -> Trial:
     return Trial(True, made)
 
 
-def choose_writer(layout: str, device: torch.device, vllm_config: Any | None) -> Writer:
-    """Who writes a cache of `layout` on `device`.
+def choose_writer(layout: str, device: torch.device, vllm_config: Any | None, *, nope: bool = False) -> Writer:
+    """Who writes a cache of `layout` on `device`. nope: as of AttentionSpec.
 
     Raises: InvalidArgument when MLA_PORTABLE_VLLM_CACHE_WRITER forces vLLM's operator and it does not work, or when
         MLA_PORTABLE_VLLM_CACHE_SCALES names scales other than those that are written here.
     """
-    forced, stated, trial = settings.cache_writer(), settings.scale_format(), try_vllm(layout, device)
+    forced, stated, trial = settings.cache_writer(), settings.scale_format(), try_vllm(layout, device, nope=nope)
     if forced == "vllm" and not trial.works:
         expected = f"auto or mla_portable: vLLM's operator does not write {layout} on {device} ({trial.reason})"
         raise InvalidArgument("environment", settings.ENV_WRITER, got="'vllm'", expected=expected)

@@ -285,18 +285,27 @@ def test_the_layer_is_built_without_deep_gemm_and_without_kernels_that_do_not_co
 
 @pytest.mark.parametrize(
     "mode, layer, planned",
-    [("on", "SparseAttnIndexer", False), ("off", "SparseAttnIndexer", True), ("on", "SparseAttnIndexerKpool", True)],
+    [
+        ("on", "SparseAttnIndexer", False),
+        ("off", "SparseAttnIndexer", True),
+        ("on", "SparseAttnIndexerKpool", False),
+        ("off", "SparseAttnIndexerKpool", True),
+        ("on", "of another model", True),
+    ],
 )
 def test_schedules_are_planned_where_a_layer_calls_deep_gemm(mode: str, layer: str, planned: bool, monkeypatch):
-    """vLLM's own builder on Hopper. GLM-5.3-Flash's layer calls DeepGEMM whatever the choice is: a schedule that nobody makes
-    would be uninitialised memory."""
+    """vLLM's own builder on Hopper. A layer that calls DeepGEMM whatever the choice is must find a schedule: one that nobody
+    makes would be uninitialised memory."""
     indexer_seams.install()
     layers, builder = (importlib.import_module(name) for name in (vllm_indexer.LAYER, vllm_indexer.BUILDER))
     vllm_indexer.without_kernels(monkeypatch)
     use(monkeypatch, mode, platform(capability=(9, 0), deep_gemm=True))
     has_module = importlib.import_module("vllm.utils.import_utils")._has_module
     monkeypatch.setattr("vllm.utils.import_utils._has_module", lambda name: name == "deep_gemm" or has_module(name))
-    engine = vllm_indexer.make_indexer(layer_class=getattr(layers, layer, None) or kpool_layer())
+    found = (lambda *given: None) if layer == "of another model" else getattr(layers, layer, None) or kpool_layer()
+    if found is None:
+        return  # came with 0.30
+    engine = vllm_indexer.make_indexer(layer_class=found)
     engine.builder.scheduler_metadata_buffer.fill_(-7)  # as empty memory may be
     step = vllm_indexer.make_batch(engine, [1, 1], [40, 70])
     monkeypatch.setattr(builder, "current_platform", HOPPER)
@@ -307,10 +316,10 @@ def test_schedules_are_planned_where_a_layer_calls_deep_gemm(mode: str, layer: s
 
 
 def kpool_layer() -> Any:
-    """GLM-5.3-Flash's, which came with 0.30; before that, one that is not vLLM's SparseAttnIndexer."""
+    """GLM-5.3-Flash's, None before 0.30."""
     package = find_spec("vllm.models.glm5next")
     if package is None:
-        return lambda *arguments: None
+        return None
     if package.name not in sys.modules:  # without its __init__, which imports a model of images and so torchvision
         sys.modules[package.name] = module_from_spec(package)
     return importlib.import_module("vllm.models.glm5next.nvidia.sparse_indexer").SparseAttnIndexerKpool
@@ -324,13 +333,37 @@ HOPPER = SimpleNamespace(
 )
 
 
-def test_an_indexer_of_pooled_keys_stays_vllms(monkeypatch: pytest.MonkeyPatch):
-    use(monkeypatch, "on", platform(capability=(9, 0), deep_gemm=True))
+@pytest.mark.parametrize("mode, capability, ours", [("auto", (8, 9), True), ("auto", (9, 0), False), ("on", (9, 0), True)])
+def test_an_indexer_of_pooled_keys_calls_deep_gemms_functions(mode: str, capability: tuple[int, int], ours: bool, monkeypatch):
+    """Ours where DeepGEMM has no kernels, or on request; the rest of its work stays vLLM's."""
+    use(monkeypatch, mode, platform(capability=capability, deep_gemm=capability >= (9, 0)))
     config = make_config()
-    text = SimpleNamespace(**{**vars(config.model_config.hf_text_config), "index_kpool": 4})
-    config.model_config.hf_text_config = text
+    config.model_config.hf_text_config = SimpleNamespace(**{**vars(config.model_config.hf_text_config), "index_kpool": 4})
     found = indexer_choice.choose(config)
-    assert not found.ours and "pools of 4 keys" in found.reason
+    assert (found.ours, found.fused) == (ours, False)
+    assert not ours or "pools of 4 keys" in found.reason
+
+
+def test_the_layer_of_pooled_keys_is_built_without_deep_gemm(monkeypatch: pytest.MonkeyPatch):
+    """vLLM's own refuses. Its functions are ours from then on, and its operator's kernel stays as it is."""
+    indexer_seams.install()
+    layer = kpool_layer()
+    if layer is None:
+        return  # came with 0.30
+    vllm_indexer.without_kernels(monkeypatch)
+    module = sys.modules[layer.__module__]
+    for mode in ("off", "auto"):
+        use(monkeypatch, mode, platform(capability=(8, 9)), importable=False)
+        monkeypatch.setattr(module, "current_platform", platform(capability=(8, 9)))
+        if mode == "off":
+            with pytest.raises(RuntimeError, match="requires DeepGEMM"):
+                vllm_indexer.make_indexer(layer_class=layer)
+            assert not indexer_seams._functions_are_ours()
+        else:
+            vllm_indexer.make_indexer(layer_class=layer)
+    wrappers = importlib.import_module("vllm.utils.deep_gemm")
+    for name in indexer_seams._FUNCTIONS:
+        assert getattr(wrappers, f"_{name}_impl") is getattr(deep_gemm, name)
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])

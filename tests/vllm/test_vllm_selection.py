@@ -134,7 +134,7 @@ def test_override_leaves_to_stock_what_only_stock_serves(refused: str | None, me
     on_device(monkeypatch, 9, 0)
     monkeypatch.setenv(settings.ENV_MODE, "override")
     plugin.register()
-    config = make_config(**({"get_head_size": lambda: 512} if refused == "head_size" else {}))
+    config = make_config(**({"get_head_size": lambda: 544} if refused == "head_size" else {}))
     if refused == "context parallelism":
         config.parallel_config.prefill_context_parallel_size = 2
     stock = stock_serves(monkeypatch, "FLASHMLA_SPARSE", None)
@@ -150,7 +150,7 @@ def test_auto_asks_whether_stock_serves_the_configuration(member: str, refuses, 
     plugin.register()
     stock = stock_serves(monkeypatch, member, refuses)
     assert choose(members, member, make_config()) is (MLAPortableBackend if refuses else stock)
-    neither = make_config(get_head_size=lambda: 512)
+    neither = make_config(get_head_size=lambda: 544)
     assert choose(members, member, neither) is stock
     assert members[member].get_class() is stock  # no model: the device decides
 
@@ -184,7 +184,7 @@ def test_every_cache_format_is_accepted(dtype: str):
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ({"block_size": 48}, "block_size 48 (supports multiples of 64): start vLLM with --block-size 64"),
         ({"use_sparse": False}, "non-sparse not supported"),
-        ({"head_size": 512}, "head_size 512 (supports 576"),
+        ({"head_size": 544}, "head_size 544 (supports 512, 576"),
         ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         ({"use_pcp": True}, "PCP not supported"),
     ],
@@ -310,7 +310,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts, vendor: Vendor
     registry = Registry(plugins=[("acme", vendor)], facts={"cuda": facts}, environ={})
     monkeypatch.setattr(model, "get_registry", lambda: registry)
     monkeypatch.setattr(compat, "device", lambda: CUDA)
-    monkeypatch.setattr(model, "choose_writer", lambda layout, device, config: Writer("vllm", None))
+    monkeypatch.setattr(model, "choose_writer", lambda layout, device, config, *, nope: Writer("vllm", None))
 
 
 @pytest.mark.parametrize("device, ops", [(False, True), (True, False), (True, True)])

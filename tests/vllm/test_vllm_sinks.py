@@ -45,8 +45,9 @@ def test_every_token_attends_with_its_heads_sink(dtype: str, route: str, step: s
     check_step(engine, query_lens, seq_lens, **padding)
 
 
-def test_drafts_attend_with_sinks():
-    engine = make_engine("fp8", drafts=2, sinks=parameter())
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_drafts_attend_with_sinks(dtype: str):
+    engine = make_engine(dtype, drafts=2, sinks=parameter())
     engine.sinks.data.copy_(LOADED)
     check_step(engine, [3, 3, 30], [20, 100, 90])
 

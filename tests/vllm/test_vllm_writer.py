@@ -56,7 +56,7 @@ def test_the_scales_that_vllm_writes_are_found_out(scale: float, found: str, mon
 )
 def test_who_writes_and_what_readers_may_rely_on(demand, trial, connector, expected, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_WRITER, demand)
-    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device: trial)
+    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device, *, nope: trial)
     config = SimpleNamespace(kv_transfer_config=object() if connector else None)
     assert writer_module.choose_writer("fp8_ds_mla", CPU, config) == expected
     assert writer_module.choose_writer("bf16", CPU, config) == Writer(expected.who, None)
@@ -68,7 +68,7 @@ def test_who_writes_and_what_readers_may_rely_on(demand, trial, connector, expec
 def test_scales_of_received_rows_may_be_stated(stated: str, made: str, writer: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_WRITER, writer)
     monkeypatch.setenv(settings.ENV_SCALES, stated)
-    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device: Trial(True, made))
+    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device, *, nope: Trial(True, made))
     config = SimpleNamespace(kv_transfer_config=object())
     if stated == made:
         who = "vllm" if writer == "auto" else "mla_portable"
@@ -82,14 +82,14 @@ def test_scales_of_received_rows_may_be_stated(stated: str, made: str, writer: s
 def test_rows_of_several_kinds_may_be_stated(trial: Trial, monkeypatch: pytest.MonkeyPatch):
     """As with nodes of two versions, or rows that an older version left in a store."""
     monkeypatch.setenv(settings.ENV_SCALES, "mixed")
-    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device: trial)
+    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device, *, nope: trial)
     assert writer_module.choose_writer("fp8_ds_mla", CPU, None).scale_format is None
     assert make_engine("fp8").builder.attention.spec.scale_format is None
 
 
 def test_stated_scales_are_those_that_the_primitive_writes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_SCALES, "amax")
-    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device: Trial(False))
+    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device, *, nope: Trial(False))
     assert writer_module.choose_writer("fp8_ds_mla", CPU, None) == Writer("mla_portable", "amax")
     engine = make_engine("fp8")
     assert engine.builder.attention.spec.scale_format == "amax"

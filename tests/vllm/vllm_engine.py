@@ -69,18 +69,21 @@ MODEL = {
     "max_position_embeddings": MAX_LEN,
 }
 """A checkpoint's config.json: DeepSeek-V3.2 but for its sizes."""
+POOL = 4
+WITHOUT_ROPE = {**MODEL, "qk_rope_head_dim": 0, "index_kpool": POOL}
+"""With the attention of GLM-5.3-Flash: no rotary part, and an indexer that selects pools of keys."""
 
 
 @cache
-def _model_config() -> ModelConfig:
+def _model_config(rope: int) -> ModelConfig:
     """As vLLM reads it from a checkpoint; made once, which takes seconds."""
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        Path(folder, "config.json").write_text(json.dumps(MODEL if rope else WITHOUT_ROPE))
         return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_LEN)
 
 
-def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, **model: Any) -> VllmConfig:
-    """As vLLM makes it for a small model; `model` changes the model's part."""
+def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, rope: int = ROPE, **model: Any) -> VllmConfig:
+    """As vLLM makes it for a small model, of WITHOUT_ROPE where `rope` is 0; `model` changes the model's part."""
     if not TAKES_BACKEND and kv_cache_dtype == "fp8":  # as the model's config does there
         kv_cache_dtype = "fp8_ds_mla"
     config = VllmConfig(
@@ -92,7 +95,7 @@ def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, **model: Any) 
     )
     if config.cache_config.block_size is None:  # up to 0.19 the platform sets it, a CPU's does not
         config.cache_config.block_size = BLOCK
-    config.model_config = copy.copy(_model_config())
+    config.model_config = copy.copy(_model_config(rope))
     for name, value in model.items():
         setattr(config.model_config, name, value)
     attention = config.attention_config
@@ -128,6 +131,8 @@ class Engine:
     topk: Tensor
     kv_cache: Tensor
     sinks: Tensor | None = None
+    rope: int = ROPE
+    block: int = BLOCK
 
     @property
     def impl(self) -> Any:
@@ -139,7 +144,7 @@ def make_builder(engine: Engine) -> Any:
     with set_current_vllm_config(engine.config):
         spec = engine.layer.get_kv_cache_spec(engine.config)
         group = AttentionGroup(MLAPortableBackend, [engine.layer.layer_name], spec, 0)
-        group.create_metadata_builders(engine.config, CPU, kernel_block_size=BLOCK)
+        group.create_metadata_builders(engine.config, CPU, kernel_block_size=engine.block)
     return group.get_metadata_builder()
 
 
@@ -151,11 +156,21 @@ def make_engine(
     with_indexer: bool = True,
     microbatches: bool = False,
     sinks: Tensor | None = None,
+    rope: int = ROPE,
+    block: int = BLOCK,
+    apart: int = 0,
 ) -> Engine:
-    """Build a layer, its builder and its cache as vLLM's worker does; the cache is poisoned. sinks: of the layer, [H]."""
-    config = make_config(kv_cache_dtype, drafts=drafts)
+    """Build a layer, its builder and its cache as vLLM's worker does; the cache is poisoned.
+
+    sinks: of the layer, [H]. rope: 0 for a model of WITHOUT_ROPE. block: of the cache, as kernels see it. apart: rows of other
+    layers between its blocks, as in vLLM's layouts with the blocks outermost.
+    """
+    config = make_config(kv_cache_dtype, drafts=drafts, rope=rope)
+    if apart:
+        config.cache_config.kv_cache_layout = "BLHNC"
     config.parallel_config.enable_dbo = microbatches
-    topk = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
+    width = TOPK if rope else -(-(TOPK + POOL - 1) // 128) * 128
+    topk = torch.full((MAX_TOKENS, width), -1, dtype=torch.int32)
     chosen: dict[str, Any] = (
         {"indexer": SimpleNamespace(topk_indices_buffer=topk)} if with_indexer else {"topk_indices_buffer": topk}
     )
@@ -169,7 +184,7 @@ def make_engine(
             num_heads=HEADS,
             scale=SCALE,
             qk_nope_head_dim=NOPE,
-            qk_rope_head_dim=ROPE,
+            qk_rope_head_dim=rope,
             v_head_dim=V_DIM,
             q_lora_rank=None,
             kv_lora_rank=LATENT,
@@ -181,17 +196,18 @@ def make_engine(
         )
         layer.process_weights_after_loading(torch.bfloat16)
         spec = layer.get_kv_cache_spec(config)
-    shape = MLAPortableBackend.get_kv_cache_shape(blocks, BLOCK, 1, spec.head_size, layer.kv_cache_dtype)
+    shape = MLAPortableBackend.get_kv_cache_shape(blocks, block + apart, 1, spec.head_size, layer.kv_cache_dtype)
     kv_cache = torch.full(shape, 0xFF, dtype=torch.uint8) if spec.dtype == torch.uint8 else torch.full(shape, float("nan"))
+    kv_cache = kv_cache[:, :block]
     layer.kv_cache = [kv_cache] if isinstance(layer.kv_cache, list) else kv_cache  # up to 0.19 one a pipeline stage
-    engine = Engine(config, layer, None, topk, kv_cache, sinks)
+    engine = Engine(config, layer, None, topk, kv_cache, sinks, rope, block)
     engine.builder = make_builder(engine)
     return engine
 
 
 @dataclass
 class Step:
-    """A batch's inputs. q [T, H, 576] as forward_mqa gets it; positions of each token's choices in `topk` [T, K]."""
+    """A batch's inputs. q [T, H, 512 + R] as forward_mqa gets it; positions of each token's choices in `topk` [T, K]."""
 
     common: CommonAttentionMetadata
     requests: list[int]
@@ -214,24 +230,25 @@ def make_step(
     random = torch.Generator().manual_seed(seed)
     num_tokens, num_reqs = sum(query_lens), len(query_lens)
     tokens, reqs = padded_tokens or num_tokens, padded_reqs or num_reqs
-    columns = -(-MAX_LEN // BLOCK)
+    block, width = engine.block, engine.topk.shape[1]
+    columns = -(-MAX_LEN // block)
     table = torch.zeros((reqs, columns), dtype=torch.int32)
     free = (1 + torch.randperm(len(engine.kv_cache) - 1, generator=random)).tolist()  # block 0 is vLLM's null block
-    topk = torch.full((tokens, TOPK), -1, dtype=torch.int32)
+    topk = torch.full((tokens, width), -1, dtype=torch.int32)
     requests = [r for r, length in enumerate(query_lens) for _ in range(length)]
     slots: list[int] = []
     row = 0
     for r, (query, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        used = -(-length // BLOCK)
+        used = -(-length // block)
         table[r, :used] = torch.tensor([free.pop() for _ in range(used)], dtype=torch.int32)
-        slots += [int(table[r, p // BLOCK]) * BLOCK + p % BLOCK for p in range(length)]
+        slots += [int(table[r, p // block]) * block + p % block for p in range(length)]
         for position in range(length - query, length):
             chosen = torch.randperm(position + 1, generator=random)[: TOPK - 5].to(torch.int32)
-            places = torch.randperm(TOPK, generator=random)[: len(chosen)]  # holes anywhere
+            places = torch.randperm(width, generator=random)[: len(chosen)]  # holes anywhere
             topk[row, places] = chosen
             row += 1
     latent = torch.randn((len(slots), LATENT), generator=random)
-    rope = torch.randn((len(slots), ROPE), generator=random)
+    rope = torch.randn((len(slots), engine.rope), generator=random)
     with torch.inference_mode(False):
         engine.impl.do_kv_cache_update(
             latent, rope[:, None], engine.kv_cache, torch.tensor(slots), engine.layer.kv_cache_dtype, torch.ones(())
@@ -255,21 +272,23 @@ def make_step(
     )
     engine.topk[:tokens] = topk
     engine.topk[tokens:] = 2**30  # what an earlier step left behind must not be read
-    q = torch.randn((tokens, HEADS, LATENT + ROPE), generator=random)
+    q = torch.randn((tokens, HEADS, LATENT + engine.rope), generator=random)
     return Step(common, requests, table, topk, q)
 
 
 def expected(engine: Engine, step: Step) -> tuple[Tensor, Tensor]:
     """out [T, H, 512] and lse [T, H] in float64: one token after the other, its slots looked up one by one."""
-    tokens = len(step.q)
+    tokens, block = len(step.q), engine.block
+    has_rope = engine.rope or engine.kv_cache.dtype == torch.uint8
+    queries = torch.nn.functional.pad(step.q, (0, LATENT + ROPE * bool(has_rope) - step.q.shape[-1]))
     out = torch.zeros((tokens, HEADS, LATENT), dtype=torch.float64)
     lse = torch.full((tokens, HEADS), -torch.inf, dtype=torch.float64)
     for token in range(len(step.requests)):
         blocks = step.table[step.requests[token]].tolist()
-        slots = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in step.topk[token].tolist() if p >= 0]
+        slots = [blocks[p // block] * block + p % block for p in step.topk[token].tolist() if p >= 0]
         indices = torch.tensor(slots, dtype=torch.int32)[None, None]
         given = {"softmax_scale": SCALE, "attn_sink": engine.sinks}
-        one, its_lse = oracle.sparse_decode(step.q[token][None, None], engine.kv_cache, indices, **given)
+        one, its_lse = oracle.sparse_decode(queries[token][None, None], engine.kv_cache.contiguous(), indices, **given)
         out[token], lse[token] = one[0, 0], its_lse[0, 0]
     return out, lse
 

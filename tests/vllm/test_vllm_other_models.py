@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kit's small checkpoints of GLM-5.3-Flash and hy_v4: their names, shapes and fields are those of transformers' models."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import other_models
+import pytest
+import torch
+
+HEADS = 4
+RENAMED = {
+    "glm": {
+        r"\.forget_gate\.": ".",
+        r"\.attn_hc\.": ".hc_attn_",
+        r"\.ffn_hc\.": ".hc_ffn_",
+    },
+    "hy": {
+        r"\.sinks$": ".learnable_sink_param",
+        r"self_attn\.gate_proj": "self_attn.linear_gate",
+        r"\.attn_hc\.": ".hc_attn_layer.hc_pre.hc_",
+        r"\.ffn_hc\.": ".hc_mlp_layer.hc_pre.hc_",
+        r"hc_head\.hc_": "hc_head.hc_head_",
+        r"_fn$": "_fn.weight",
+    },
+}
+"""From transformers' names to those of checkpoints, the other way round than its conversion table has it. As checkpoints have
+them, hyper-connections of hy_v4 are linear layers."""
+
+
+def parameters(kind: str, package: str, config: str, model: str) -> dict[str, tuple[int, ...]]:
+    try:
+        module: Any = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+        classes: Any = importlib.import_module(f"transformers.models.{package}")
+    except ImportError:
+        pytest.skip(f"this transformers has no {package}")
+    fields = {name: value for name, value in getattr(other_models, f"{kind}_config")(HEADS).items() if name != "torch_dtype"}
+    with torch.device("meta"):
+        built = getattr(module, model)(getattr(classes, config)(**fields))
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in built.state_dict().items():
+        for pattern, by in RENAMED[kind].items():
+            name = re.sub(pattern, by, name)
+        found[f"model.{name}"] = tuple(tensor.shape)
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [
+        ("glm", ("glm5_next", "Glm5NextTextConfig", "Glm5NextTextModel")),
+        ("hy", ("hy_v4", "HYV4Config", "HYV4Model")),
+    ],
+)
+def test_the_checkpoint_has_every_parameter_of_the_model(kind: str, names: tuple[str, str, str]):
+    wanted = parameters(kind, *names)
+    made = {name: tuple(tensor.shape) for name, tensor in getattr(other_models, f"{kind}_tensors")(HEADS).items()}
+    assert made.pop("lm_head.weight") == (4096, 512)
+    for layer in range(3 if kind == "glm" else 0):  # one tensor in transformers
+        prefix = f"model.layers.{layer}.self_attn"
+        rows = sum(made.pop(f"{prefix}.{each}_conv1d.weight")[0] for each in "qkv")
+        assert wanted.pop(f"{prefix}.conv1d.weight") == (rows, 1, 4)
+    assert made == wanted
+
+
+def test_vllms_own_class_reads_the_fields_of_hy_v4():
+    try:
+        configs: Any = importlib.import_module("vllm.transformers_utils.configs.hy_v4")
+    except ImportError:
+        return  # came with 0.29
+    config = configs.HYV4Config(**other_models.hy_config(HEADS))
+    assert config.learnable_sink and config.indexer_types == ["full"] * 2
+    assert (config.index_topk, config.kv_lora_rank, config.qk_rope_head_dim) == (2048, 512, 64)
