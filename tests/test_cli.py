@@ -130,7 +130,7 @@ WORDS = {
     "explain --nope": "No such option: --nope",
     "nonsense": "No such command 'nonsense'",
     "bench nonsense": "No such command 'nonsense'",
-    "bench kernels --primitive indexer_logits": "--primitive must be one of cache_write, convert_indices",
+    "bench kernels --primitive indexer_logits": "--primitive must be one of cache_write, concat_mla_k, convert_indices",
     "tune --primitive topk_select": "--primitive must be one of sparse_decode, sparse_prefill (got 'topk_select')",
 }
 

@@ -117,7 +117,7 @@ def test_times_are_of_a_device_that_no_profile_has(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run_older_ptx, "get_registry", lambda: Registry(plugins=[], facts={"cuda": H200}, environ={}))
     monkeypatch.setattr(run_older_ptx, "load_older", lambda capability, loaded: seen.append((capability, loaded.exists())))
     monkeypatch.setattr(run_older_ptx, "app", lambda words: seen.append((words[-2:], current_registry().facts("cuda"))))
-    run_older_ptx.bench(PROFILES["a100-80g"], ["--rows", "4"])
+    run_older_ptx.bench(PROFILES["a100-80g"], ["kernels", "--rows", "4"])
     (loaded, (words, facts)) = seen
     assert (loaded, words) == ((80, True), ["--rows", "4"])
     assert (facts.arch, facts.num_sms, facts.shared_memory) == ("sm80", 132, 163 << 10)

@@ -67,7 +67,12 @@ FAULTS: dict[str, Callable[[Tensor], object]] = {
 def test_a_tensor_that_does_not_fit_its_row_is_refused(primitive: str, name: str, row: Axes, fault: str):
     arguments = good(primitive)
     tensor = argument(arguments, name)
-    if tensor is None:
+    if tensor is None and name.startswith("extra_"):
+        cache = arguments.get("kv_cache", arguments.get("kv"))
+        extra = {"extra_kv_cache": cache.clone(), "extra_indices": arguments["indices"].clone()}
+        arguments |= {**extra, "extra_lengths": torch.zeros(arguments["indices"].shape[:-1], dtype=torch.int32)}
+        tensor = argument(arguments, name)
+    elif tensor is None:
         arguments["scores_out"] = tensor = torch.zeros(arguments["q"].shape[0], K)
     if fault == "sparse" and tensor.dtype.itemsize == 1:
         tensor = tensor.float()  # there are no sparse tensors of FP8: the dtype is at fault then

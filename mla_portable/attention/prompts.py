@@ -128,8 +128,8 @@ class PromptAttention:
         )
         pack = Request(PACK_SELECTION, facts, topk=spec.topk, rows=spec.max_num_tokens)
         merge = Request(MERGE_STATES, facts)
-        named = {"masked": attend.but(selection=True), "dense": attend, "gather": gather, "pack": pack}
-        named |= {"merge": merge}
+        named: dict[str, Request[Any]] = {"masked": attend.but(selection=True), "dense": attend}
+        named |= {"gather": gather, "pack": pack, "merge": merge}
         if head_dims.rope:  # else the up-projection makes the keys
             named["concat"] = Request(CONCAT_MLA_K, facts, num_heads=spec.num_heads, rows=spec.max_num_tokens)
         self.decisions: dict[str, Decision] = {name: layers.decide(request) for name, request in named.items()}
