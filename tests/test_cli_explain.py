@@ -59,7 +59,7 @@ def test_explain_asks_what_the_options_say():
 def test_explain_every_primitive(primitive):
     answer = document("explain", str(primitive))
     assert answer["ok"] and answer["checked"] is True and answer["primitive"] == str(primitive)
-    assert ("lse=yes" in answer["request"]) == str(primitive).startswith("sparse_")
+    assert ("lse=yes" in answer["request"]) == ("lse" in primitive.facts)
 
 
 def test_explain_route():

@@ -47,8 +47,8 @@ def quick() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def max_logits_as_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(statistics.ENV_MAX_LOGITS, raising=False)
+def with_max_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, "on")
     statistics.wants_max_logits.cache_clear()
     yield
     statistics.wants_max_logits.cache_clear()
@@ -315,9 +315,10 @@ def test_a_nan_in_a_key_stays_one():
     assert found[:2].tolist() == [INF, INF] and found[2].isnan() and found[3:].tolist() == [1.5, -2.5]
 
 
-def test_max_logits_can_be_left_out(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("value", ["off", ""])
+def test_max_logits_are_left_out_unless_asked_for(value: str, monkeypatch: pytest.MonkeyPatch):
     whole = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())
-    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, "off")
+    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, value)
     assert flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1] is not None  # read once a process
     statistics.wants_max_logits.cache_clear()
     out, greatest, lse = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())
@@ -328,11 +329,21 @@ def test_max_logits_can_be_left_out(monkeypatch: pytest.MonkeyPatch):
         flash_mla.flash_mla_sparse_fwd(**prefill_arguments())
 
 
-def test_max_logits_in_parts(monkeypatch: pytest.MonkeyPatch):
-    """Of a few tokens at a time, where keys and scores of all would not fit."""
-    whole = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1]
-    monkeypatch.setattr(statistics, "_CHUNK_BYTES", 1)
-    assert torch.equal(flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1], whole)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
+def test_max_logits_of_equal_keys_and_of_scores_of_any_size(size: float, backend: str):
+    """A sum over keys with one score is that score, but for the logarithm of their number over 2**20."""
+    kv = draw(8, 1, 576, seed=1).to(BF16)
+    q = draw(2, 3, 576, seed=2).to(BF16)
+    indices = int32([[[5] * 64], [[0, 1, 2, 3, 4, 6, 7, -1] * 8]])
+    scale = size / 24
+    with mla_portable.use(backend):
+        found = flash_mla.flash_mla_sparse_fwd(q, kv, indices, scale)[1]
+    assert found is not None
+    wanted = attend(q, [(kv[:, 0], indices[:, 0], None)], scale).max_logits
+    error = found.double() - wanted
+    rounding = 2.0**-20 * wanted.abs()
+    assert (error >= -rounding).all() and (error <= math.log(64) / 2**20 + rounding).all()
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])

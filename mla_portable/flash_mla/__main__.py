@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mla_portable.flash_mla SCRIPT [ARGS]`: run an unchanged program in which `flash_mla` is this package.
 
-The processes that it starts find it too. `-m MODULE [ARGS]` runs a module; `--force` hides a FlashMLA that is installed.
+The processes that it starts find it too. `flash_mla_sparse_fwd` computes `max_logits` there, which a program may read, unless
+MLA_PORTABLE_FLASH_MLA_MAX_LOGITS says otherwise. `-m MODULE [ARGS]` runs a module; `--force` hides a FlashMLA that is installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final
 
 from mla_portable.errors import InvalidArgument
 from mla_portable.flash_mla.installing import ON_PATH, install
+from mla_portable.flash_mla.statistics import ENV_MAX_LOGITS
 
 _USAGE: Final = """\
 usage: python -m mla_portable.flash_mla [--force] SCRIPT [ARGS ...]
@@ -41,6 +43,7 @@ def main(arguments: list[str]) -> int:
         return _refused(f"expected {what}\n\n{_USAGE}")
     if not as_module and not Path(rest[0]).exists():
         return _refused(f"there is no {rest[0]}")
+    os.environ.setdefault(ENV_MAX_LOGITS, "on")
     try:
         install(force)
     except InvalidArgument as error:

@@ -12,7 +12,7 @@ from mla_portable.contracts.rules import check_cache, check_dense
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import refuse
 from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
-from mla_portable.flash_mla.statistics import LOG2_E, as_flashmla, max_logits, wants_max_logits
+from mla_portable.flash_mla.statistics import LOG2_E, SHARPNESS, as_flashmla, wants_max_logits
 from mla_portable.primitives import sparse_decode, sparse_prefill
 
 _WHERE: Final = "flash_mla_sparse_fwd"
@@ -55,7 +55,8 @@ def flash_mla_sparse_fwd(
         return_log2_lse: None: statistics are natural logarithms. True: to base 2. False: none are returned.
         out: [s_q, h_q, 512] bf16, written; by default allocated.
     Returns: (out, max_logits, lse), the last two [s_q, h_q] float32 or None. A token without a valid index has 0, -inf and
-        +inf. max_logits takes a pass of its own over the keys; it is None where MLA_PORTABLE_FLASH_MLA_MAX_LOGITS is off.
+        +inf. max_logits costs a second attention, so it is None unless MLA_PORTABLE_FLASH_MLA_MAX_LOGITS is on; it may be
+        log(topk) / 2**20 too large where keys have equal scores.
     Raises: InvalidArgument, UnsupportedRequest. Graph-safe: no host synchronisation.
     """
     check_value_width(_WHERE, "d_v", d_v)
@@ -64,34 +65,45 @@ def flash_mla_sparse_fwd(
     if rows.dtype is not torch.bfloat16:
         remedy = "flash_mla_with_kvcache reads quantised rows from the paged cache in place."
         refuse(_WHERE, "kv", rows.dtype, "torch.bfloat16", remedy)
-    pages = rows.unsqueeze(1)  # a row is a page of one token
-    layout, *_ = check_cache(_WHERE, "kv", pages, q.device, may_overlap=True)
+    layout, *_ = check_cache(_WHERE, "kv", rows.unsqueeze(1), q.device, may_overlap=True)
     chosen = without_head(_WHERE, "indices", indices, 3, "[s_q, 1, topk]")
     sizes = {"key": layout.key_width, "value": layout.value_width}
     TENSORS.check((q, rows, chosen, attn_sink, topk_length, out), sizes)
     scale = scale_of(_WHERE, "sm_scale", _given(sm_scale), layout.key_width)
-    if rows.shape[0] <= 1 or rows.stride(0) == layout.key_width:
-        out, lse = sparse_prefill(q, rows, chosen, softmax_scale=scale, lengths=topk_length, attn_sink=attn_sink, out=out)
-    else:
-        paged, lse = sparse_decode(
-            q.unsqueeze(1),
-            pages,
-            chosen.unsqueeze(1),
-            softmax_scale=scale,
-            lengths=None if topk_length is None else topk_length.unsqueeze(1),
-            attn_sink=attn_sink,
-            out=None if out is None else out.unsqueeze(1),
-        )
-        out, lse = paged.squeeze(1), lse.squeeze(1)
+    out, lse = _attend(q, rows, chosen, scale, topk_length, attn_sink, out)
     if return_log2_lse is False:
         return out, None, None
+    greatest = None
+    if wants_max_logits():
+        greatest = _attend(q, rows, chosen, scale * SHARPNESS, topk_length)[1]
+        greatest.mul_((LOG2_E if return_log2_lse else 1.0) / SHARPNESS)
     as_flashmla(lse)
-    greatest = max_logits(q, rows, chosen, scale, topk_length) if wants_max_logits() else None
-    if return_log2_lse:
-        lse.mul_(LOG2_E)
-        if greatest is not None:
-            greatest.mul_(LOG2_E)
-    return out, greatest, lse
+    return out, greatest, lse.mul_(LOG2_E) if return_log2_lse else lse
+
+
+def _attend(
+    q: Tensor,
+    rows: Tensor,
+    indices: Tensor,
+    scale: float,
+    lengths: Tensor | None,
+    attn_sink: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The primitives' results for rows [s_kv, width] that follow one another, or lie any distance apart."""
+    if rows.shape[0] <= 1 or rows.stride(0) == rows.shape[1]:
+        return sparse_prefill(q, rows, indices, softmax_scale=scale, lengths=lengths, attn_sink=attn_sink, out=out)
+    # a row is a page of one token
+    out, lse = sparse_decode(
+        q.unsqueeze(1),
+        rows.unsqueeze(1),
+        indices.unsqueeze(1),
+        softmax_scale=scale,
+        lengths=None if lengths is None else lengths.unsqueeze(1),
+        attn_sink=attn_sink,
+        out=None if out is None else out.unsqueeze(1),
+    )
+    return out.squeeze(1), lse.squeeze(1)
 
 
 def _given(sm_scale: Any) -> Any:

@@ -4,7 +4,9 @@
 A program serves BLOCK_M queries of one head of one request. It goes over the keys that its last query sees, BLOCK_N at a time,
 with a running maximum and sum in base 2 (`softmax_scale * log2(e)` is folded into the scores). The selection has a bit for each
 query and key: a tile reads BLOCK_N / 32 words of each of its rows, as vectors that are broadcast along the row. A gathered
-load of [BLOCK_M, BLOCK_N] words made the same kernel four times slower on an H200.
+load of [BLOCK_M, BLOCK_N] words made the same kernel four times slower on an H200. What causality and the ends of a request
+leave of a word is cut off there, once a row and tile, so that a score costs the test of one bit. Without a selection only the
+tiles at the end are masked.
 
 Head dimensions that are no power of two are two products: 192 = 128 + 64.
 
@@ -86,32 +88,90 @@ def _columns(rows, column: tl.constexpr, WIDTH: tl.constexpr, valid, BF16_NATIVE
 
 
 @triton.jit
+def _low_bits(count):
+    """A word with bits [0, count) set, int32; none for 0 and less, all for 32 and more."""
+    kept = tl.minimum(tl.maximum(count, 0), 31)
+    return tl.where(count >= 32, -1, (tl.full(count.shape, 1, tl.int32) << kept) - 1)
+
+
+@triton.jit
 def _visible(
     selection_rows,
     in_rows,
     words_in_row,
     key0,
     limit,
-    num_keys,
     HAS_SELECTION: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N]: the queries of `selection_rows` [BLOCK_M] see and select the keys from `key0` on."""
+    """[BLOCK_M, BLOCK_N]: the queries of `selection_rows` [BLOCK_M] see and select the keys from `key0` on.
+
+    limit: [BLOCK_M], keys that each sees.
+    """
     n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    seen = (key0 + n < num_keys)[None, :] & in_rows[:, None]
-    if CAUSAL:
-        seen = seen & (key0 + n[None, :] < limit[:, None])
     if HAS_SELECTION:
         word = key0 // 32
         low = tl.load(selection_rows + word, mask=in_rows & (word < words_in_row), other=0)  # [BLOCK_M]
-        words = low[:, None]
+        words = (low & _low_bits(limit - key0))[:, None]
         if BLOCK_N == 64:
             high = tl.load(selection_rows + word + 1, mask=in_rows & (word + 1 < words_in_row), other=0)
-            words = tl.where(n[None, :] < 32, words, high[:, None])
-        seen = seen & (((words >> (n & 31)[None, :]) & 1) != 0)
+            words = tl.where(n[None, :] < 32, words, (high & _low_bits(limit - key0 - 32))[:, None])
+        seen = ((words >> (n & 31)[None, :]) & 1) != 0
+    else:
+        seen = n[None, :] < (limit - key0)[:, None]
     return seen
+
+
+@triton.jit
+def _attend_tile(
+    m,
+    total,
+    acc,
+    q0,
+    q1,
+    k_rows,
+    v_rows,
+    selection_rows,
+    in_rows,
+    words_in_row,
+    limit,
+    num_keys,
+    key0,
+    scale_log2,
+    k_stride_n,
+    v_stride_n,
+    STRIDE_UNIT: tl.constexpr,
+    DQK: tl.constexpr,
+    DV: tl.constexpr,
+    HAS_SELECTION: tl.constexpr,
+    MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
+    BF16_NATIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(maximum, sum, sums of values) with the keys of one tile added. MASKED: some are not seen."""
+    FIRST: tl.constexpr = 256 if DQK == 256 else 128
+    n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    there = key0 + n < num_keys  # [BLOCK_N]
+    at = (key0 + n).to(tl.int64)[:, None]
+    keys = k_rows + at * (k_stride_n.to(tl.int64) * STRIDE_UNIT)  # [BLOCK_N, 1]
+    scores = tl.dot(q0, tl.trans(_columns(keys, 0, FIRST, there, BF16_NATIVE)))  # [BLOCK_M, BLOCK_N]
+    if DQK > FIRST:
+        scores += tl.dot(q1, tl.trans(_columns(keys, FIRST, DQK - FIRST, there, BF16_NATIVE)))
+    scores = scores * scale_log2
+    valued = there
+    if MASKED:
+        seen = _visible(selection_rows, in_rows, words_in_row, key0, limit, HAS_SELECTION, BLOCK_N)
+        scores = tl.where(seen, scores, float("-inf"))
+        if CLEAN:
+            valued = there & (tl.max((seen & in_rows[:, None]).to(tl.int32), 0) > 0)
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    decay = tl.math.exp2(m - m_new)
+    p = tl.math.exp2(scores - m_new[:, None])  # 0 where not seen
+    values = _columns(v_rows + at * (v_stride_n.to(tl.int64) * STRIDE_UNIT), 0, DV, valued, BF16_NATIVE)  # [BLOCK_N, DV]
+    acc = acc * decay[:, None] + tl.dot(dot_operand(p, BF16_NATIVE), values)
+    total = total * decay + tl.sum(p, 1)
+    return m_new, total, acc
 
 
 @triton.jit
@@ -125,6 +185,7 @@ def _attend(
     words_in_row,
     limit,
     num_keys,
+    whole,
     end,
     scale_log2,
     k_stride_n,
@@ -133,37 +194,29 @@ def _attend(
     DQK: tl.constexpr,
     DV: tl.constexpr,
     HAS_SELECTION: tl.constexpr,
-    CAUSAL: tl.constexpr,
     CLEAN: tl.constexpr,
     BF16_NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(maximum, sum, sums of values) over keys [0, end). CLEAN: values of keys that no query here sees count as zeros."""
-    FIRST: tl.constexpr = 256 if DQK == 256 else 128
-    n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    """(maximum, sum, sums of values) over keys [0, end). CLEAN: values of keys that no query here sees count as zeros.
+
+    whole: keys of whole tiles that every query sees; 0 under a selection.
+    """
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)  # a finite start, so that no -inf meets another
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    for key0 in range(0, end, BLOCK_N):
-        there = key0 + n < num_keys  # [BLOCK_N]
-        at = (key0 + n).to(tl.int64)[:, None]
-        keys = k_rows + at * (k_stride_n.to(tl.int64) * STRIDE_UNIT)  # [BLOCK_N, 1]
-        scores = tl.dot(q0, tl.trans(_columns(keys, 0, FIRST, there, BF16_NATIVE)))  # [BLOCK_M, BLOCK_N]
-        if DQK > FIRST:
-            scores += tl.dot(q1, tl.trans(_columns(keys, FIRST, DQK - FIRST, there, BF16_NATIVE)))
-        seen = _visible(selection_rows, in_rows, words_in_row, key0, limit, num_keys, HAS_SELECTION, CAUSAL, BLOCK_M, BLOCK_N)
-        scores = tl.where(seen, scores * scale_log2, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
-        decay = tl.math.exp2(m - m_new)
-        p = tl.math.exp2(scores - m_new[:, None])  # 0 where not seen
-        valued = there
-        if CLEAN:
-            valued = there & (tl.max(seen.to(tl.int32), 0) > 0)
-        values = _columns(v_rows + at * (v_stride_n.to(tl.int64) * STRIDE_UNIT), 0, DV, valued, BF16_NATIVE)  # [BLOCK_N, DV]
-        acc = acc * decay[:, None] + tl.dot(dot_operand(p, BF16_NATIVE), values)
-        total = total * decay + tl.sum(p, 1)
-        m = m_new
+    if not HAS_SELECTION:
+        for key0 in range(0, whole, BLOCK_N):
+            m, total, acc = _attend_tile(
+                m, total, acc, q0, q1, k_rows, v_rows, selection_rows, in_rows, words_in_row, limit, num_keys, key0, scale_log2,
+                k_stride_n, v_stride_n, STRIDE_UNIT, DQK, DV, HAS_SELECTION, False, CLEAN, BF16_NATIVE, BLOCK_N,
+            )  # fmt: skip
+    for key0 in range(whole, end, BLOCK_N):
+        m, total, acc = _attend_tile(
+            m, total, acc, q0, q1, k_rows, v_rows, selection_rows, in_rows, words_in_row, limit, num_keys, key0, scale_log2,
+            k_stride_n, v_stride_n, STRIDE_UNIT, DQK, DV, HAS_SELECTION, True, CLEAN, BF16_NATIVE, BLOCK_N,
+        )  # fmt: skip
     return m, total, acc
 
 
@@ -236,10 +289,14 @@ def masked_prefill_kernel(
         rows = q0 + tl.arange(0, BLOCK_M)  # [BLOCK_M], of the request
         in_rows = rows < num_queries
         tokens = (q_start + rows).to(tl.int64)
-        limit = rows + 1 + num_keys - num_queries  # [BLOCK_M], keys that each sees
+        limit = tl.zeros([BLOCK_M], tl.int32) + num_keys  # [BLOCK_M], keys that each sees
         end = num_keys
+        whole = num_keys
         if CAUSAL:
+            limit = tl.minimum(rows + 1 + num_keys - num_queries, limit)
             end = tl.maximum(tl.minimum(end, tl.minimum(q0 + BLOCK_M, num_queries) + num_keys - num_queries), 0)
+            whole = tl.maximum(tl.minimum(whole, q0 + 1 + num_keys - num_queries), 0)
+        whole = whole // BLOCK_N * BLOCK_N
 
         q_rows = q_ptr + head * (q_stride_h.to(tl.int64) * STRIDE_UNIT)
         q_rows += tokens[:, None] * (q_stride_t.to(tl.int64) * STRIDE_UNIT)  # [BLOCK_M, 1]
@@ -253,6 +310,7 @@ def masked_prefill_kernel(
         HAS_SELECTION: tl.constexpr = selection_ptr is not None
         selection_rows = tokens
         if HAS_SELECTION:
+            whole = 0
             selection_rows = selection_ptr + tokens * selection_stride_t.to(tl.int64)  # [BLOCK_M]
         m, total, acc = _attend(
             first,
@@ -264,6 +322,7 @@ def masked_prefill_kernel(
             words_in_row,
             limit,
             num_keys,
+            whole,
             end,
             scale_log2,
             k_stride_n,
@@ -272,7 +331,6 @@ def masked_prefill_kernel(
             DQK,
             DV,
             HAS_SELECTION,
-            CAUSAL,
             False,
             BF16_NATIVE,
             BLOCK_M,
@@ -291,6 +349,7 @@ def masked_prefill_kernel(
                 words_in_row,
                 limit,
                 num_keys,
+                whole,
                 end,
                 scale_log2,
                 k_stride_n,
@@ -299,7 +358,6 @@ def masked_prefill_kernel(
                 DQK,
                 DV,
                 HAS_SELECTION,
-                CAUSAL,
                 True,
                 BF16_NATIVE,
                 BLOCK_M,
@@ -318,8 +376,13 @@ _launch = TritonLauncher(masked_prefill_kernel)
 
 
 def group_streams(num_streams: int, max_key_len: int, head_bytes: int) -> int:
-    """Streams whose keys and values the last-level cache holds. head_bytes: of a key and its value, of one head."""
-    return max(1, min(num_streams, _GROUP_BYTES // max(max_key_len * head_bytes, 1)))
+    """Streams of a group, whose keys and values the last-level cache holds. head_bytes: of a key and its value, of one head.
+
+    Groups are about equal: in a small last one the longest tiles would end late.
+    """
+    most = max(1, min(num_streams, _GROUP_BYTES // max(max_key_len * head_bytes, 1)))
+    groups = triton.cdiv(num_streams, most)
+    return triton.cdiv(num_streams, groups)
 
 
 def launch(
