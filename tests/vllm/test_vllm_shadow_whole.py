@@ -30,7 +30,7 @@ def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     shadow.install(file, "fake_stock.StockBackend")
     # every step with prompts has them over keys of each head
     monkeypatch.setattr(prompts, "VENDORS", (get_registry().facts(CPU).vendor,))
-    always = SimpleNamespace(per_head_saves=lambda *given: 1e6)
+    always = SimpleNamespace(saves=lambda counts, masked: 1e6)
     monkeypatch.setattr(prompts, "prompt_times", lambda heads: always)
     monkeypatch.setattr(compat, "takes_masked_prompts", lambda *given: True)
     if hasattr(mla_attention, "_use_masked_mha"):
