@@ -58,6 +58,8 @@ SEAMS = {
     "vllm/utils/deep_gemm.py": ("_lazy_init", "mqa_logits_use_mx_scales"),
     "vllm/model_executor/models/deepseek_v2.py": ("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM", "Indexer"),
     "vllm/model_executor/models/deepseek_mtp.py": ("DeepSeekMTP",),
+    "vllm/models/glm5next/nvidia/sparse_indexer.py": ("SparseAttnIndexerKpool", "has_deep_gemm"),
+    "vllm/model_executor/layers/sparse_attn_indexer_kpool.py": ("SparseAttnIndexerKpool", "has_deep_gemm"),
     "vllm/models/deepseek_v32/__init__.py": ("DeepseekV32ForCausalLM", "DeepseekV32MTP", "GlmMoeDsaForCausalLM"),
 }
 """Modules of the DSA indexer, and names in them that the plugin replaces or uses where they are."""

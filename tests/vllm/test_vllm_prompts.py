@@ -208,15 +208,14 @@ def test_vllm_profiles_the_memory_of_a_step_of_prompts(engine: Engine, monkeypat
 
 
 def resolved(**spec: Any) -> Any:
-    given = {"batch_invariant": False, "share": ContextShare(), "attn_sink": False, **spec}
+    given = {"batch_invariant": False, "share": ContextShare(), "attn_sink": False, "rope_width": ROPE, **spec}
     device = SimpleNamespace(vendor=given.pop("vendor", get_registry().facts(CPU).vendor))
-    layout = SimpleNamespace(rope_width=given.pop("rope", ROPE))
-    return SimpleNamespace(spec=SimpleNamespace(layout=layout, **given), decision=SimpleNamespace(device=device))
+    return SimpleNamespace(spec=SimpleNamespace(**given), decision=SimpleNamespace(device=device))
 
 
 @pytest.mark.parametrize(
     "spec",
-    [{"batch_invariant": True}, {"share": ContextShare(2)}, {"vendor": "iluvatar"}, {"attn_sink": True}, {"rope": 0}],
+    [{"batch_invariant": True}, {"share": ContextShare(2)}, {"vendor": "iluvatar"}, {"attn_sink": True}, {"rope_width": 0}],
     ids=lambda spec: next(iter(spec)),
 )
 def test_where_it_is_never_taken(spec: dict[str, Any], engine: Engine):

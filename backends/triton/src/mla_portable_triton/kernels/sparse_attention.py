@@ -341,7 +341,7 @@ def slot_geometry(kv: Tensor) -> tuple[int, int, int, int]:
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterator[AotVariant]:
     """What `arch` runs: each of its configurations on all layouts, whole rows with a sink and lengths, and splits.
 
-    With a second cache the smallest one of each layout, and all over rows of V4.
+    The smallest one of each layout with a second cache and without; the others without, over rows of V4 with.
     """
     for kv_layout, table in CONFIGS.get(arch, CONFIGS["default"]).items():
         layout = LAYOUTS[kv_layout]
@@ -350,7 +350,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterato
         padded, pitch = layout.is_quantized, layout.row_pitch
         for number, ((max_heads, config), is_split) in enumerate(itertools.product(table, (False, True))):
             constants = fp8_constants(arch, e4m3_native=e4m3_native) if padded else {}
-            for extra in (False, True) if rows == V4_ROWS.value or number == 0 else (False,):
+            for extra in (False, True) if number == 0 else (rows == V4_ROWS.value,):
                 cache, lengths = "*u8" if padded else "*bf16", None if is_split else "*i32"
                 yield variant(
                     _KERNELS[rows],
