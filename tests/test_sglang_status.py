@@ -16,7 +16,8 @@ from machines import A100, H200
 from recorder import Recorder, registry_of
 
 from mla_portable.contracts import DeviceFacts
-from mla_portable.sglang.status import SglangStatus, sglang_status
+from mla_portable.engine.status import EngineStatus
+from mla_portable.sglang.status import sglang_status
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -64,7 +65,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return put
 
 
-def status(facts: DeviceFacts = A100, **environ: str) -> SglangStatus:
+def status(facts: DeviceFacts = A100, **environ: str) -> EngineStatus:
     return sglang_status(registry_of(Recorder(), facts={"cpu": facts}), torch.device("cpu"), environ=environ)
 
 

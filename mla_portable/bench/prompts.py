@@ -156,7 +156,8 @@ def time_step(layer: PromptLayer, requests: Requests, *, repeat: int = 10, seed:
         topk[begin : begin + new, : min(total, spec.topk)] = _selection(new, total, spec.topk, generator, device)
         begin += new
 
-    q, out = normal(tokens, spec.num_heads, dims.query), _outputs(tokens, spec.num_heads, dims.value, device)
+    q = normal(tokens, spec.num_heads, dims.query)
+    out = torch.empty((2, tokens, spec.num_heads, dims.value), dtype=torch.bfloat16, device=device)  # of either way
     q_nope, q_pe = q.split([dims.nope, dims.rope], dim=-1)
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
     plan = layer.planner.plan(Batch(starts, seq_lens, table))
@@ -182,11 +183,6 @@ def time_step(layer: PromptLayer, requests: Requests, *, repeat: int = 10, seed:
     times = measure_in_turns(calls, device=device, repeat=repeat)
     counts = Counts.of(query_lens, seq_lens, spec.topk, per_head.key_rows)
     return StepTimes(requests, counts, times[0].median_ms * 1e3, times[1].median_ms * 1e3, error, prompts.masked)
-
-
-def _outputs(tokens: int, heads: int, width: int, device: torch.device) -> Tensor:
-    """Where the two ways write, [2, T, H, V]."""
-    return torch.empty((2, tokens, heads, width), dtype=torch.bfloat16, device=device)
 
 
 def _selection(new: int, total: int, topk: int, generator: torch.Generator, device: torch.device) -> Tensor:

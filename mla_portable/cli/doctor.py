@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from mla_portable.cli.diagnosis import Choice, Diagnosis
     from mla_portable.contracts import DeviceFacts
     from mla_portable.registry import PluginReport
-    from mla_portable.sglang.status import SglangStatus
-    from mla_portable.vllm.status import VllmStatus
+    from mla_portable.vllm.status import EngineStatus
 
 
 def doctor(
@@ -147,7 +146,7 @@ def _implementations(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield ""
 
 
-def _engine(name: str, status: VllmStatus | SglangStatus | None) -> Iterator[RenderableType]:
+def _engine(name: str, status: EngineStatus | None) -> Iterator[RenderableType]:
     if status is None:
         yield f"{name}: not examined, because the policy cannot be followed"
         return

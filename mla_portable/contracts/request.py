@@ -119,8 +119,10 @@ class Request(Generic[F]):
 
     @property
     def form(self) -> str:
-        """What times of attention over keys of each head are told apart by, beside heads and rows: "192/128", or "192/128
-        selection"; "" for a primitive without head dims, or where they are left open."""
+        """Names measured times of attention over keys of each head, beside heads and rows: "192/128", "192/128 selection".
+
+        "" for a primitive without head dims, or where they are left open.
+        """
         if self.qk_head_dim is None or self.v_head_dim is None:
             return ""
         return f"{self.qk_head_dim}/{self.v_head_dim}{' selection' if self.selection else ''}"

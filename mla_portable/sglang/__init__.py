@@ -2,7 +2,7 @@
 """The SGLang plugin: sparse MLA of DeepSeek-V3.2 style models through mla_portable, inside SGLang's own DSA backend.
 
 plugin    the entry point; registers the hooks        places    what of SGLang is hooked, and how its signatures are checked
-hooks     what SGLang calls in place of its methods   serving   one backend object's layers: who serves them, and the calls
+hooks     what SGLang calls in place of its methods   serving   one backend object's layers: their implementations and calls
 stock     what SGLang's own kernels can serve         model     SGLang's backend object -> AttentionSpec, or reasons against it
 indexer   whose functions score the indexer's keys    settings  environment variables
 status    what `mla-portable doctor` says about it

@@ -21,7 +21,7 @@ class ChangedSGLang(MLAPortableError):
 
 
 def register() -> None:
-    """Register the hooks, unless MLA_PORTABLE_SGLANG is off; who serves is decided later, when a model is built.
+    """Register the hooks, unless MLA_PORTABLE_SGLANG is off; implementations are chosen later, when a model is built.
 
     Raises: InvalidArgument for a variable of the plugin with a value that is not allowed; ChangedSGLang with every place that
         is missing or has parameters that are not known. Nothing is registered then.

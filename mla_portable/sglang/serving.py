@@ -176,8 +176,9 @@ def _attention(spec: AttentionSpec, device: torch.device) -> SlotAttention:
 
 
 def attach(backend: Any, model_runner: Any) -> Server | None:
-    """Decide who serves a new backend object, log it, and remember it there; None where SGLang's own methods serve all calls.
+    """Choose the implementations for a new backend object, log them, and keep them there.
 
+    Returns: None where SGLang's own methods serve all calls.
     Raises: UnsupportedRoute or InvalidArgument where neither can.
     """
     setattr(backend, SERVER, None)

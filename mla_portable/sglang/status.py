@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mla_portable.attention import AttentionSpec, RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.slots import choose_slot_route
-from mla_portable.contracts import InvalidArgument, Request
-from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS, Choice, choices
+from mla_portable.contracts import Request
+from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS, choices
 from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import attention_served_by
+from mla_portable.engine.status import EngineStatus, version_and_mode
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED
 from mla_portable.registry import Registry
 from mla_portable.sglang import places, settings
@@ -31,49 +29,22 @@ _MEANING = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SglangStatus:
-    """The plugin as `doctor` sees it.
-
-    Attributes:
-        version: of SGLang, None where it is not installed. registered: SGLang will load the plugin, and its hooks fit.
-        mode: as it takes effect. note: what stands in the way, or what the mode means here.
-        choices: for each cache layout and heads of a rank. indexer: whose functions score the indexer's keys.
-    """
-
-    version: str | None
-    registered: bool
-    mode: str
-    note: str
-    choices: tuple[Choice, ...] = ()
-    indexer: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "choices": [choice._asdict() for choice in self.choices]}
-
-
-def sglang_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> SglangStatus:
+def sglang_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> EngineStatus:
     """What SGLang will find of the plugin, and what would serve DeepSeek-V3.2 on `device`. A bad variable raises nothing."""
     environ = os.environ if environ is None else environ
-    try:
-        version = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return SglangStatus(None, False, "off", "SGLang is not installed")
-    try:
-        mode = settings.mode(environ)
-        if mode != "off":
-            settings.check(environ)
-    except InvalidArgument as error:
-        return SglangStatus(version, False, "off", str(error))
+    found = version_and_mode("sglang", "SGLang", environ, mode=settings.mode, check=settings.check)
+    if isinstance(found, EngineStatus):
+        return found
+    version, mode = found
     note = _obstacle(mode, environ)
 
     def decide(spec: AttentionSpec) -> RouteDecision:
         return choose_slot_route(spec, registry.facts(device), LayerRegistry(registry, None))
 
     if note:
-        return SglangStatus(version, False, mode, note)
-    found = choices(decide, attention_served_by)
-    return SglangStatus(version, True, mode, _MEANING[mode], found, _indexer(registry, device, environ))
+        return EngineStatus(version, False, mode, note)
+    served = choices(decide, attention_served_by)
+    return EngineStatus(version, True, mode, _MEANING[mode], served, _indexer(registry, device, environ))
 
 
 def _obstacle(mode: str, environ: Mapping[str, str]) -> str:

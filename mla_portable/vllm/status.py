@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import metadata
 from typing import Any, Final
 
 import torch
 
 from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.contracts import InvalidArgument, Request
-from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS, Choice, choices
+from mla_portable.contracts import Request
+from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS, choices
 from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import decide_route
+from mla_portable.engine.status import EngineStatus, version_and_mode
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
 from mla_portable.registry import Registry
 from mla_portable.vllm import settings
@@ -28,44 +27,17 @@ _MEANING: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class VllmStatus:
-    """The plugin as `doctor` sees it.
-
-    Attributes:
-        version: of vLLM, None where it is not installed. registered: vLLM will load the plugin. mode: as it takes effect.
-        note: what stands in the way, or what the mode means here. choices: for each cache layout and heads of a rank.
-        indexer: whose indexer vLLM would run, and what serves this one's primitives.
-    """
-
-    version: str | None
-    registered: bool
-    mode: str
-    note: str
-    choices: tuple[Choice, ...] = ()
-    indexer: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "choices": [choice._asdict() for choice in self.choices]}
-
-
-def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> VllmStatus:
+def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> EngineStatus:
     """What vLLM will find of the plugin, and what would serve DeepSeek-V3.2 on `device`. Raises nothing for a bad variable."""
     environ = os.environ if environ is None else environ
-    try:
-        version = metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return VllmStatus(None, False, "off", "vLLM is not installed")
-    try:
-        mode = settings.mode(environ)
-        if mode != "off":
-            settings.check(environ)
-    except InvalidArgument as error:
-        return VllmStatus(version, False, "off", str(error))
+    found = version_and_mode("vllm", "vLLM", environ, mode=settings.mode, check=settings.check)
+    if isinstance(found, EngineStatus):
+        return found
+    version, mode = found
     note = _obstacle(mode, environ)
-    found = choices(partial(decide_route, registry, device=device))
+    served = choices(partial(decide_route, registry, device=device))
     indexer = "" if note else _indexer(registry, device, environ)
-    return VllmStatus(version, not note, mode, note or _MEANING[mode], found, indexer)
+    return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer)
 
 
 def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading: hooks are found, applied and named; who serves in each mode; every refusal in words; errors are loud."""
+"""Loading: hooks are found, applied and named; what serves in each mode; every refusal in words; errors are loud."""
 
 from __future__ import annotations
 
