@@ -13,6 +13,7 @@ from mla_portable.capability.proofs import Results
 from mla_portable.capability.run import name_of
 from mla_portable.capability.suite import LEVELS, Suite
 from mla_portable.contracts import Implementation, Request
+from mla_portable.layouts import LAYOUTS
 from mla_portable.problems import cases_for
 from mla_portable.registry import Registry
 
@@ -142,7 +143,8 @@ def _limits_without_a_case(implementation: Implementation, requests: Sequence[Re
     if query_lens and support.max_query_len is not None and support.max_query_len not in query_lens:
         yield f"max_query_len {support.max_query_len}"
     if formats:
-        yield from (f"scale_format {each}" for each in support.scale_formats if each not in formats)
+        kept = {each for name in implementation.layouts for each in LAYOUTS[name].scale_formats_of(support.scale_formats)}
+        yield from (f"scale_format {each}" for each in sorted(kept - formats))
     for feature in _FEATURES:
         asked = feature in (*primitive.facts, *primitive.stated, "graph")
         if asked and getattr(support, feature) and not any(getattr(request, feature) for request in requests):

@@ -9,7 +9,7 @@ from itertools import combinations, product
 from typing import Any
 
 Choice = dict[str, Any]
-_Target = tuple[tuple[str, int], ...]
+_Target = frozenset[tuple[str, int]]
 
 
 def anything(choice: Choice) -> bool:
@@ -41,7 +41,7 @@ def covering(
         seeds: partial choices that must each appear, completed, before anything else is added.
     """
     uncovered: dict[_Target, None] = {
-        target: None
+        frozenset(target): None
         for names in combinations(axes, strength)
         for target in product(*([(name, i) for i in range(len(axes[name]))] for name in names))
     }
@@ -52,9 +52,7 @@ def covering(
         return {name: axes[name][i] for name, i in picks.items()}
 
     def gain(picks: Mapping[str, int], name: str, i: int) -> int:
-        others = [(other, picks[other]) for other in axes if other in picks]
-        groups = combinations(others, strength - 1)
-        return sum(_ordered((*group, (name, i)), axes) in uncovered for group in groups)
+        return sum(frozenset((*group, (name, i))) in uncovered for group in combinations(picks.items(), strength - 1))
 
     def complete(picks: dict[str, int]) -> dict[str, int] | None:
         if not allowed(values(picks)):
@@ -72,8 +70,8 @@ def covering(
     def take(picks: dict[str, int]) -> None:
         chosen.append(picks)
         used.update(picks.items())
-        for group in combinations([(name, picks[name]) for name in axes], strength):
-            uncovered.pop(group, None)
+        for group in combinations(picks.items(), strength):
+            uncovered.pop(frozenset(group), None)
 
     for seed in seeds:
         found = complete({name: list(axes[name]).index(value) for name, value in seed.items()})
@@ -87,8 +85,3 @@ def covering(
         else:
             take(found)
     return [values(picks) for picks in chosen]
-
-
-def _ordered(target: _Target, axes: Mapping[str, Sequence[Any]]) -> _Target:
-    order = {name: position for position, name in enumerate(axes)}
-    return tuple(sorted(target, key=lambda pick: order[pick[0]]))

@@ -8,8 +8,11 @@ kernels run in the interpreter, and what only CUDA has is left out by its own va
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -25,6 +28,19 @@ def allow_known_configs() -> None:
     AutoConfig.register = staticmethod(lambda *args, **kwargs: register(*args, **{**kwargs, "exist_ok": True}))
 
 
+def stand_in_for_torchvision() -> None:
+    """SGLang's configs import it for models of images; its library needs the CUDA build of torch.
+
+    After transformers, which would take it for the installed one.
+    """
+    for name in ("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional"):
+        module = MagicMock(name=name, __path__=[], __spec__=ModuleSpec(name, None, is_package=True))
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+
+
 if VERSION is None:
     collect_ignore_glob = ["test_*.py"]
 else:
@@ -33,6 +49,7 @@ else:
     os.environ["SGLANG_OPT_USE_TOPK_V2"] = "0"  # its plan is made by a CUDA kernel
     os.environ["MLA_PORTABLE_BACKEND"] = "reference"  # Triton's kernels have a test of their own
     allow_known_configs()
+    stand_in_for_torchvision()
 
 
 @pytest.fixture(autouse=True, scope="session")

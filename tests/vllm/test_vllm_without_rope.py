@@ -18,6 +18,7 @@ from vllm_engine import (
     LATENT,
     NOPE,
     TOPK,
+    V_DIM,
     assert_close,
     attend,
     check_step,
@@ -91,9 +92,9 @@ def test_the_whole_layer_writes_and_attends(dtype: str):
     q, new = torch.randn(tokens, HEADS, NOPE, generator=random), torch.randn(tokens, LATENT, generator=random)
     slots = torch.full((tokens,), -1, dtype=torch.int64)
     out = run_layer(engine, metadata, slots, q, new, new[:, None, :0])
-    w_uk, w_uv = engine.layer.W_UK_T, engine.layer.W_UV
+    w_uk, w_uv = engine.layer.kv_b_proj.weight.view(HEADS, NOPE + V_DIM, LATENT).split([NOPE, V_DIM], dim=1)
     step = replace(step, q=torch.einsum("thp,hpl->thl", q, w_uk))
-    wanted = torch.einsum("thl,hlv->thv", expected(engine, step)[0], w_uv.double())
+    wanted = torch.einsum("thl,hvl->thv", expected(engine, step)[0], w_uv.double())
     torch.testing.assert_close(out.double().view_as(wanted), wanted, rtol=2e-2, atol=2e-2 * wanted.abs().max().item())
 
 
