@@ -24,8 +24,8 @@ class SeenScores(Protocol):
 
     out: [T', N] float32, of which only what a token sees is written. bounds: [2, T'] int32, written: each token sees positions
     bounds[0] to bounds[1] - 1. share: what the cache holds; then these are own positions. It is given only to parts of an
-    implementation that declares `Support.context_parallel`. all_chosen: of a token that sees at most so many positions any finite
-    score will do where the position has a block, as all of these are chosen; elsewhere it is -inf. The rest: see
+    implementation that declares `Support.context_parallel`. all_chosen: of a token that sees at most so many positions all are
+    chosen, so that any finite score will do where the position has a block; elsewhere it is -inf. The rest: see
     `mla_portable.primitives.IndexerLogits`.
     """
 

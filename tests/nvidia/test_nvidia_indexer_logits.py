@@ -193,12 +193,13 @@ def test_what_is_declared():
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.label)
 def test_machine_code_has_the_registers_that_its_warps_ask_for(build):
-    """No spills; warps that take registers from others of their block find as many as these give, or they wait for ever."""
+    """No spills in loops; warps that take registers from others of their block find as many as these give, or wait for ever."""
     cubin = compile_build(build, "sm_90a")
     usage, code = (compile_all.cuobjdump(cubin, option) for option in ("-res-usage", "-sass"))
     ((stack, local),) = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
-    # prefill's copiers keep two words there while they copy a run, which is not in a loop
-    assert local == "0" and int(stack) <= (8 if build in PREFILL.values() else 0) and len(re.findall(r"\b(?:LDL|STL)\b", code)) <= 4
+    # prefill's copiers, which have 32 registers, keep two words there from one run of tokens to the next
+    words = 2 if build in PREFILL.values() else 0
+    assert local == "0" and int(stack) <= 4 * words and len(re.findall(r"\b(?:LDL|STL)\b", code)) <= 2 * words
     assert f"QGMMA.64x{build.heads * (2 if build in PREFILL.values() else build.tokens)}x32" in code
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     assert registers * build.threads <= 65_536
