@@ -22,7 +22,6 @@ Cost of a row: K * 656 B (FP8), K * 584 B (fp8_v4), K * 1152 B (bf16) or K * 102
 once for each head tile, 2 * H * K * (1024 + ROPE) flops.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping
 
 import triton
@@ -339,7 +338,7 @@ def slot_geometry(kv: Tensor) -> tuple[int, int, int, int]:
 
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterator[AotVariant]:
-    """What `arch` runs: each of its configurations on all layouts, whole rows with a sink and lengths, and splits.
+    """What `arch` runs: each configuration on all layouts, on whole rows with sinks and lengths; the largest on splits too.
 
     The smallest one of each layout with a second cache and without; the others without, over rows of V4 with.
     """
@@ -348,8 +347,8 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterato
         rows = rows_of_layout(layout)
         # blocks of 64 tokens, padded for FP8 so that slots are divided into block and offset
         padded, pitch = layout.is_quantized, layout.row_pitch
-        for number, ((max_heads, config), is_split) in enumerate(itertools.product(table, (False, True))):
-            constants = fp8_constants(arch, e4m3_native=e4m3_native) if padded else {}
+        constants = fp8_constants(arch, e4m3_native=e4m3_native) if padded else {}
+        for number, ((max_heads, config), is_split) in enumerate([*((each, False) for each in table), (table[-1], True)]):
             for extra in (False, True) if number == 0 else (rows == V4_ROWS.value,):
                 cache, lengths = "*u8" if padded else "*bf16", None if is_split else "*i32"
                 yield variant(
