@@ -81,7 +81,9 @@ def test_hyper_connections_run_without_tilelang(monkeypatch: pytest.MonkeyPatch)
     try:
         mhc: Any = importlib.import_module("vllm.model_executor.layers.mhc")
     except ImportError:
-        return  # came with 0.29
+        mhc = None
+    if not hasattr(mhc, "_apply_mhc_norm"):
+        return  # GLM-5.3-Flash came with 0.30; before it this way left the norm out
     for kind in (mhc.MHCPreOp, mhc.MHCPostOp, mhc.MHCFusedPostPreOp):
         monkeypatch.setattr(kind, "forward_cuda", kind.forward_cuda)  # for what runs after this test
     assert engine.connect_without_tilelang()
