@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (ROOT, ROOT / "docs", ROOT / "capability", *ROOT.glob("backends/*"), *ROOT.glob("examples/*"))
+FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs/dev", ROOT / "capability", *ROOT.glob("backends/*"), *ROOT.glob("examples/*"))
 PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md") if page.name != "MATRIX.md")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
