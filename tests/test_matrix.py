@@ -134,7 +134,7 @@ def test_older_code_on_a_newer_gpu_speaks_for_the_older_ones() -> None:
 
 
 def test_a_device_without_a_profile_is_an_error() -> None:
-    with pytest.raises(RecordError, match=r"device 'Nova 9': no profile matches; .*docs/matrix\.md"):
+    with pytest.raises(RecordError, match=r"device 'Nova 9': no profile matches; .*docs/dev/evidence\.md"):
         results_of([ran(*QUICK, name="Nova 9")], PROFILES)
 
 
@@ -397,7 +397,7 @@ def test_a_profile_is_whole_or_an_error(changes: dict[str, Any], problem: str) -
 
 
 def test_the_sample_on_the_page_is_a_profile(tmp_path: Path) -> None:
-    text = (ROOT / "docs/matrix.md").read_text()
+    text = (ROOT / "docs/dev/evidence.md").read_text()
     sample = text.partition("```toml\n")[2].partition("```")[0]
     (tmp_path / "nova9.toml").write_text(sample)
     (profile,) = load_profiles(tmp_path).values()
