@@ -116,7 +116,7 @@ def rank_times() -> dict[tuple[str, int], tuple[float, float]]:
     table = re.search(r"^\| \| 16 heads, stock .*?\n\n", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE | re.DOTALL)
     assert table is not None
     found: dict[tuple[str, int], tuple[float, float]] = {}
-    for line in table.group().splitlines()[2:]:
+    for line in table.group().strip().splitlines()[2:]:
         name, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
         numbers = [float(cell.replace(",", "")) for cell in cells]
         short = re.sub(r"first token of | tokens, ms|a decode step of | requests?.*", "", name)
