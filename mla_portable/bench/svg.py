@@ -33,6 +33,8 @@ class Curve:
 def panels_svg(title: str, panels: Mapping[str, Sequence[Curve]], *, x: str, y: str) -> str:
     """Panels, two in a row, with logarithmic axes of the same range and one legend. Every x that occurs is a tick.
 
+    The range is that of the curves that are not dashed; what lies outside of it is cut off.
+
     Raises: ValueError where there is no point, or one that is not above 0.
     """
     points = [point for curves in panels.values() for curve in curves for point in curve.points]
@@ -43,7 +45,9 @@ def panels_svg(title: str, panels: Mapping[str, Sequence[Curve]], *, x: str, y: 
     solid = [name for name in names if name not in dashed]
     colours = {name: _GREY if name in dashed else _COLOURS[solid.index(name) % len(_COLOURS)] for name in names}
     ticks = sorted({point[0] for point in points})
-    low, high = min(point[1] for point in points) / 1.2, max(point[1] for point in points) * 1.2
+    solid_points = [point for curves in panels.values() for curve in curves for point in curve.points if not curve.dashed]
+    heights = [point[1] for point in solid_points or points]
+    low, high = min(heights) / 2.5, max(heights) * 1.2
     width = _WIDTH * min(2, len(panels))
     head = 34 + _LEGEND * len(names)
     height = head + _HEIGHT * math.ceil(len(panels) / 2)
@@ -76,7 +80,9 @@ def _panel(
     top, bottom = corner[1] + _TOP, corner[1] + _HEIGHT - _BOTTOM
     across = _scale(ticks[0], ticks[-1], left + 10, right - 10)
     up = _scale(*limits, bottom, top)
+    clip = f"panel-{corner[0]}-{corner[1]}"
     lines = [
+        f'<clipPath id="{clip}"><rect x="{left}" y="{top}" width="{right - left}" height="{bottom - top}"/></clipPath>',
         f'<text x="{(left + right) / 2:g}" y="{top - 10}" text-anchor="middle">{escape(label)}</text>',
         f'<rect x="{left}" y="{top}" width="{right - left}" height="{bottom - top}" fill="none" stroke="#bbbbbb"/>',
         f'<text x="{(left + right) / 2:g}" y="{bottom + 38}" text-anchor="middle">{escape(axes[0])}</text>',
@@ -94,7 +100,7 @@ def _panel(
         placed = [(across(x), up(y)) for x, y in sorted(curve.points)]
         colour = colours[curve.name]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in placed)
-        lines.append(f'<path d="M{path}" fill="none" {_stroke(colour, curve.dashed)}/>')
+        lines.append(f'<path d="M{path}" fill="none" clip-path="url(#{clip})" {_stroke(colour, curve.dashed)}/>')
         if not curve.dashed:
             lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in placed]
     return lines
