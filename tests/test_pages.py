@@ -28,7 +28,7 @@ NOT_RUN = {
     r"^mla-portable run": "half a minute each: ci/main_job",
     r"\bacme\b|^mla-portable explain sparse_prefill": "needs the example plugin: tests/test_example_plugin.py",
     r"^git |matrix --write|ci/gates|ci/check_runs": "changes or judges the checkout: ci/gates.py",
-    r"^ci/lint|^pytest": "is run by .ci/run",
+    r"^ci/lint|^ci/site|^pytest": "is run by .ci/run",
     r"^export ": "sets a variable of the reader's shell",
 }
 """Commands that this test does not run, and why."""

@@ -140,7 +140,7 @@ def _table(problems: Sequence[Sequence[Time]]) -> Iterator[str]:
     yield f"| rows | {' | '.join(f'{rows:,}' for rows in columns)} |"
     yield "|" + "---|" * (len(columns) + 1)
     for (heads, width), by_rows in sorted(groups.items()):
-        label = ", ".join(filter(None, (heads and f"{heads} heads", width and f"width {width:,}")))
+        label = ", ".join(filter(None, (f"{heads} heads" if heads else "", f"width {width:,}" if width else "")))
         best = {rows: min(times, key=lambda time: time.us) for rows, times in by_rows.items()}
         baselines = {rows: _baseline(times) for rows, times in by_rows.items()}
         names = sorted({time.implementation for time in best.values()})
