@@ -26,7 +26,7 @@ from checkpoint import LAYERS
 TOLERANCE: Final = 0.1
 """Log-probabilities of two correct implementations differ by no more where nothing is selected away."""
 LONG_LIMIT: Final = 0.5
-"""Of long prompts: 1.5 times the largest difference at 12,909 tokens of 46 correct runs (docs/vllm-testing.md)."""
+"""Of long prompts: 1.5 times the largest difference at 12,909 tokens of 46 correct runs (docs/dev/vllm-testing.md)."""
 SHADOW_LIMIT: Final = 1e-2
 
 STEP_LIMIT: Final = 1.03

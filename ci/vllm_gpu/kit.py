@@ -156,7 +156,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="add the results to the file of a run (docs/matrix.md)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add the results to a run (docs/dev/evidence.md)")
     parser.add_argument("--commit", help="of the code that runs, for --record where git is not there to say it")
     args, begin = parser.parse_args(words), time.monotonic()
     out, end = args.folder.resolve(), begin + args.budget

@@ -154,5 +154,6 @@ def profile_of(device_name: str, profiles: Mapping[str, Profile]) -> Profile:
     found = [profile for profile in profiles.values() if profile.matches(device_name)]
     if len(found) != 1:
         which = f"{len(found)} profiles match: {', '.join(p.slug for p in found)}" if found else "no profile matches"
-        raise RecordError(f"device {device_name!r}", f"{which}; add or correct one in capability/profiles (docs/matrix.md)")
+        remedy = "add or correct one in capability/profiles (docs/dev/evidence.md)"
+        raise RecordError(f"device {device_name!r}", f"{which}; {remedy}")
     return found[0]

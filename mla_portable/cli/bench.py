@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | prompts | costs | engines | plot`: what kernels and prompts take here; times of a run."""
+"""`mla-portable bench kernels | prompts | costs | engines | page | plot`: what kernels and prompts take here; times of runs."""
 
 from __future__ import annotations
 
@@ -68,6 +68,34 @@ def engines(run: RunArgument, as_json: JsonOption = False) -> None:
             output.document({"command": "bench engines", "ok": True, "engine_times": times})
             return
         output.text(engine_tables(read))
+
+
+@bench.command()
+def page(
+    write: Annotated[
+        bool, typer.Option("--write", help="Write docs/benchmarks.md and its pictures. Default: print the page.")
+    ] = False,
+    records: Annotated[
+        Path | None,
+        typer.Option("--records", metavar="DIR", help="The runs DIR/<release>/*.json.gz. Default: of this checkout."),
+    ] = None,
+) -> None:
+    """Make the page of benchmarks from runs: engines, kernels beside baselines, prompts, the indexer."""
+    with command(as_json=False, doing="reading runs") as output:
+        from mla_portable.bench.page import PAGE, benchmark_pages
+        from mla_portable.capability.matrix import records_folder
+
+        folder = records_folder(records)
+        pages = benchmark_pages(folder)
+        if not write:
+            output.text(pages[PAGE])
+            return
+        docs = folder.parent / "docs"
+        if not docs.is_dir():
+            raise typer.BadParameter(f"there is no {docs}; the page belongs to a checkout", param_hint="--write")
+        for name, text in pages.items():
+            (docs / name).write_text(text, encoding="utf-8")
+        output.note(f"written: {', '.join(pages)}")
 
 
 @bench.command()

@@ -33,7 +33,7 @@ DeviceOption = Annotated[
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="FILE", help="Add the results to the file of a run, .json.gz (docs/matrix.md).", dir_okay=False
+        "--out", metavar="FILE", help="Add the results to the file of a run, .json.gz (docs/dev/evidence.md).", dir_okay=False
     ),
 ]
 WhoOption = Annotated[

@@ -28,7 +28,7 @@ SCRATCH_BYTES: Final = 128 << 20
 """Bound on padded queries, results and masked indices of one kernel call: about 900 tokens of 64 heads, 7 per SM."""
 NATIVE_HEADS: Final[dict[str, frozenset[int]]] = {"sm90": frozenset(), "sm100": frozenset()}
 """By arch, head counts below 64 that run unpadded where the provider has them, because that was measured to be faster.
-None was: the paths for 8, 16 and 32 heads in vLLM 0.33.0's build took longer than 64 heads (docs/nvidia.md)."""
+None was: the paths for 8, 16 and 32 heads in vLLM 0.33.0's build took longer than 64 heads (docs/dev/nvidia-adapters.md)."""
 _PADDED_QUERIES: Final = PaddedQueries()
 
 
