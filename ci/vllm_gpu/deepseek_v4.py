@@ -119,7 +119,8 @@ def make_layer(cls: Any, caches: Caches, heads: int) -> Any:
         layer.compressed_cache_prefix = None if caches.compressed is None else PREFIX
         layer._static_forward_context = {PREFIX: layer}
     if isinstance(layer, ServedLayer):
-        layer.adopt_limits(Limits(sizes.max_tokens, min(sizes.max_tokens, 256), sizes.max_len, (), False, False), 256)
+        graph = device.type != "cpu"
+        layer.adopt_limits(Limits(sizes.max_tokens, min(sizes.max_tokens, 256), sizes.max_len, (), graph, False), 256)
     return layer
 
 

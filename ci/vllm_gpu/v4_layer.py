@@ -2,7 +2,8 @@
 """DeepSeek-V4's attention layer: vLLM's own class beside the one that this plugin derives from it, on the same caches.
 
 Each call is what a layer does between its projections: lists, decode or prompts. Both are compared with float64 first, and then
-timed as replays of CUDA graphs with L2 flushed, in turns. vLLM's schedule of a step is made before, as it serves all layers.
+timed as replays of CUDA graphs with L2 flushed, in turns. What the first layer of a step makes for the others is made before:
+vLLM's schedule, our list of requests.
 
     ci/gpu_vllm --v4-layer [--kinds window,selected,all] [--heads 8,16,32,64,128] [--budget SECONDS] [--json FILE]
 
@@ -28,9 +29,11 @@ from vllm.config import VllmConfig
 from vllm.config.device import DeviceConfig
 from vllm.forward_context import set_forward_context
 
+from mla_portable.accelerator import accelerator
 from mla_portable.bench.timing import captured, measure_in_turns
 from mla_portable.vllm import settings
 from mla_portable.vllm.v4 import choice
+from mla_portable.vllm.v4.kinds import keep_for_graph
 
 TARGETS: Final = {8: 1.5, 16: 1.5, 64: 1.0}
 """Heads -> stock's time of a decode in units of ours that is aimed at."""
@@ -115,8 +118,12 @@ def call_of(layer: Any, step: Step, config: Any) -> tuple[Callable[[], object], 
     """The layer's call for a step, what it writes, and the sinks of its heads."""
     q, output = prepared(layer, step)
     positions = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    is_capturing = accelerator(q.device).is_capturing
 
     def call() -> None:
+        if is_capturing():
+            for metadata in step.metadata.values():
+                keep_for_graph(metadata)
         with set_forward_context(step.metadata, config):
             layer.forward_mqa(q, q[:, 0], positions, output)
 

@@ -55,6 +55,13 @@ class Limits:
         return cls(tokens, min(rows, tokens), lengths, sizes, graph, compat.wants_batch_invariance())
 
 
+def keep_for_graph(metadata: Any) -> None:
+    """Let the graph that is being captured read what earlier layers made of a step, as all but the first layer of a step do."""
+    for name in (_REQUESTS, _SLOTS):
+        if hasattr(metadata, name):
+            setattr(metadata, name, (True, getattr(metadata, name)[1]))
+
+
 class LayerKind:
     """What serves the layers of a kind.
 
