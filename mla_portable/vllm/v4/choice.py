@@ -80,7 +80,7 @@ def choose(named: Any, flash_mla: Any, vllm_config: Any) -> Any:
 
 def asked_for(vllm_config: Any) -> str | None:
     """By what the plugin is asked to serve: the backend's name, or "override"; None where it is not."""
-    backend = getattr(vllm_config.attention_config, "backend", None)
+    backend: Any = vllm_config.attention_config.backend
     name = None if backend is None else backend.name
     if name in OURS:
         return name if backend.get_path().startswith("mla_portable.") else None

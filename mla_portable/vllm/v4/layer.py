@@ -25,7 +25,11 @@ FEW_HEADS: Final = 32
 here the native kernel decodes faster than that (docs/nvidia.md). Prompts were not timed yet."""
 
 
-class ServedLayer:
+_Base: Any = object
+"""For type checkers: vLLM's class, which follows in the bases of a derived class, has what is not defined here."""
+
+
+class ServedLayer(_Base):
     """Precedes vLLM's class in the bases of the class that a model is given (`choice.derived`).
 
     Attributes:
@@ -63,7 +67,7 @@ class ServedLayer:
     def _forward_decode(
         self,
         q: Tensor,
-        kv_cache: Tensor | None,
+        kv_cache: Any,
         swa_metadata: Any,
         attn_metadata: Any,
         swa_only: bool,
@@ -97,7 +101,7 @@ class ServedLayer:
         self,
         q: Tensor,
         positions: Tensor,
-        compressed_k_cache: Tensor | None,
+        compressed_k_cache: Any,
         swa_k_cache: Tensor,
         output: Tensor,
         attn_metadata: Any,
