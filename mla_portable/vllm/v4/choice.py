@@ -80,11 +80,11 @@ def choose(named: Any, flash_mla: Any, vllm_config: Any) -> Any:
 
 def asked_for(vllm_config: Any) -> str | None:
     """By what the plugin is asked to serve: the backend's name, or "override"; None where it is not."""
-    backend: Any = vllm_config.attention_config.backend
-    name = None if backend is None else backend.name
-    if name in OURS:
-        return name if backend.get_path().startswith("mla_portable.") else None
-    return "override" if settings.mode() == "override" and name in (None, "FLASHMLA_SPARSE") else None
+    backend = vllm_config.attention_config.backend
+    if backend is not None and backend.name in OURS:
+        return backend.name if backend.get_path().startswith("mla_portable.") else None
+    replaced = backend is None or backend.name == "FLASHMLA_SPARSE"
+    return "override" if replaced and settings.mode() == "override" else None
 
 
 def obstacles(named: Any, flash_mla: Any, vllm_config: Any) -> list[str]:
