@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "capability": LOW | {"primitives", "problems", "registry"},
     "conformance": MIDDLE,
     "bench": MIDDLE | {"capability"},
-    "cli": MIDDLE | {"bench", "capability", "conformance", "sglang", "vllm"},
+    "cli": MIDDLE | {"bench", "capability", "conformance", "engine", "sglang", "vllm"},
     "__init__": MIDDLE,
     "__main__": {"cli"},
 }
