@@ -119,12 +119,14 @@ VLLM_LOG = "".join(
     for layers in (61, 1)
 )
 INDEXER_LOG = (
-    "(EngineCore_DP0 pid=7) INFO [indexer.py:246] mla_portable serves the DSA indexer on NVIDIA A100 80GB PCIe (sm80), 64 heads, "
-    "top-2048: indexer_select triton.portable, keys written by vLLM; because DeepGEMM does not support compute capability 8.0\n"
+    "(EngineCore_DP0 pid=7) INFO [indexer.py:246] mla_portable serves the DSA indexer on NVIDIA A100 80GB PCIe (sm80), "
+    "64 heads, top-2048: indexer_select triton.portable, keys written by vLLM; "
+    "because DeepGEMM does not support compute capability 8.0\n"
 )
 SGLANG_LOG = (
-    "[2026-11-26 10:00:00 TP0] mla_portable serves _forward_flashmla_sparse, _forward_fa3 for flashmla_sparse (prefill), fa3 (decode) "
-    "on NVIDIA A100 (sm80), 16 heads: bf16: sparse_decode nvidia.native_sm80, sparse_prefill nvidia.native_sm80; because ...\n"
+    "[2026-11-26 10:00:00 TP0] mla_portable serves _forward_flashmla_sparse, _forward_fa3 for flashmla_sparse (prefill), "
+    "fa3 (decode) on NVIDIA A100 (sm80), 16 heads: bf16: sparse_decode nvidia.native_sm80, "
+    "sparse_prefill nvidia.native_sm80; because ...\n"
 )
 
 

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "vllm": MIDDLE | {"deep_gemm", "engine"},
     "capability": LOW | {"primitives", "problems", "registry"},
     "conformance": MIDDLE,
-    "bench": MIDDLE | {"capability"},
+    "bench": MIDDLE | {"capability", "engine"},
     "cli": MIDDLE | {"bench", "capability", "conformance", "engine", "sglang", "vllm"},
     "__init__": MIDDLE,
     "__main__": {"cli"},

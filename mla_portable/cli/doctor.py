@@ -87,7 +87,8 @@ def _running(where: str, *, as_json: bool) -> None:
             if found.serves:
                 output.show(Text("mla_portable serves there.", "green"))
             else:
-                words = "mla_portable does NOT serve there." if found.serves is False else "Whether mla_portable serves there is unknown."
+                unknown = "Whether mla_portable serves there is unknown."
+                words = unknown if found.serves is None else "mla_portable does NOT serve there."
                 output.show(Text(words, "bold red"), hanging("remedy", found.remedy))
         if not found.serves:
             raise typer.Exit(EXIT_FAILED)

@@ -55,7 +55,7 @@ def _log(where: str) -> Running:
     if served:
         return Running(where, "", (), True, served, refused)
     why = refused or ("no line of the plugin says that it serves",)
-    remedy = "run `mla-portable doctor` where the engine runs: it says whether the engine loads the plugin, and what it would choose"
+    remedy = "run `mla-portable doctor` where the engine runs: it says whether the engine loads the plugin"
     return Running(where, "", (), False, (), why, remedy)
 
 

@@ -20,7 +20,7 @@ def decide_route(registry: Registry, spec: AttentionSpec, device: torch.device, 
 
 
 def serving(decision: RouteDecision) -> tuple[tuple[str, str], ...]:
-    """(primitive, implementation) of each part of the chosen route, each once. Raises: UnsupportedRoute where nothing serves."""
+    """(primitive, implementation) of each part of the chosen route, each once. Raises: UnsupportedRoute where there is none."""
     return _pairs(decision.verdict.parts)
 
 

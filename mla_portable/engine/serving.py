@@ -3,11 +3,13 @@
 
     mla_portable_serves{primitive="sparse_decode",implementation="nvidia.native",device="NVIDIA H200"} 8
 
-is the number of processes in which that implementation was bound for layers of a model. The gauge is set when layers are bound, so
-a call costs nothing. It is one of the process's own metrics, through `prometheus_client` where that is installed. Layers run in
-worker processes: a server shows their metrics where PROMETHEUS_MULTIPROC_DIR names a folder that all of its processes write to
-(https://prometheus.github.io/client_python/multiprocess). SGLang sets it with --enable-metrics. vLLM sets it where it has several
-API servers; with one, `/metrics` shows only what that process itself counts, unless the user has set the variable.
+is the number of processes in which that implementation was bound for layers of a model. The gauge is set when layers are
+bound, so a call costs nothing. It is one of the process's own metrics, through `prometheus_client` where that is installed.
+
+Layers run in worker processes. A server shows their metrics where PROMETHEUS_MULTIPROC_DIR names a folder that all of its
+processes write to (https://prometheus.github.io/client_python/multiprocess). SGLang sets it with --enable-metrics. vLLM sets it
+where it has several API servers; with one, `/metrics` shows only what that process itself counts, unless the user has set the
+variable.
 
 Imports no torch: `doctor --engine` reads what is here of a server elsewhere.
 """
