@@ -173,7 +173,7 @@ def _layer(
 
 def _prompts(device: torch.device, layout: str, heads: int, sizes: Mapping[str, int]) -> str:
     small = device.type == "cpu"
-    limits = {"max_num_tokens": 128, "max_model_len": 128} if small else {}
+    limits: dict[str, Any] = {"max_num_tokens": 128, "max_model_len": 128} if small else {}
     try:
         layer = make_layer(device, num_heads=heads, layout=layout, topk=sizes["topk"], **limits)
     except UnsupportedRequest:  # an engine then lets prompts take the route of the layer

@@ -140,7 +140,7 @@ def explain(
         elsewhere = None if device is None else find_profile(device, records)
         where = device if elsewhere is None else elsewhere.profile.device_facts()
         decision = ask(primitive, where, backend, options)
-        indexer = _ask_for_indexer(decision, backend) if primitive == _ROUTE else None
+        indexer = _ask_for_indexer(decision, backend)
         served = decision.chosen is not None
         if as_json:
 
@@ -230,8 +230,12 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     return choose_route(spec, device, demand)
 
 
-def _ask_for_indexer(decision: RouteDecision, backend: str | None) -> Decision:
-    """What would select the keys of the layer's tokens, where the engine's own indexer does not."""
+def _ask_for_indexer(decision: Decision | RouteDecision, backend: str | None) -> Decision | None:
+    """What would select the keys of the layer's tokens, where the engine's own indexer does not; None but for a route."""
+    from mla_portable.contracts import Decision
+
+    if isinstance(decision, Decision):
+        return None
     from mla_portable.attention.layer_registry import LayerRegistry
     from mla_portable.dispatch import current_registry
     from mla_portable.engine.deepseek import indexer_requests

@@ -24,7 +24,7 @@ _UsageError: Final[Any] = typer.BadParameter.__base__
 """click's; typer exports only the subclass, and brings click along in one version and depends on it in another."""
 _NOT_A_VALUE: Final = {"int_parsing": "an integer", "float_parsing": "a number"}
 """pydantic's kind of an error -> what was expected."""
-_GIVEN: Final = re.compile(r"^(?:File )?'(.*?)' (?:is not one of|does not exist)")
+_GIVEN: Final = re.compile(r"^(?:[Ff]ile )?'(.*?)' (?:is not one of|does not exist)")
 """The value in click's words for one that is none of an option's choices, or no file."""
 
 
@@ -117,7 +117,7 @@ def _words(error: BaseException, command: Any) -> str:
         return _converted(_shown(error.param), error.__cause__)
     given = _GIVEN.search(error.message)
     if given is not None:
-        choices: Sequence[Any] = getattr(error.param.type, "choices", ())
+        choices: Sequence[Any] = getattr(getattr(error.param, "type", None), "choices", ())
         expected = f"one of {', '.join(map(str, choices))}" if choices else "a file that is there"
         return _refusal(_shown(error.param), expected, repr(given[1]))
     return f"{_shown(error.param)}: {error.message}"

@@ -11,7 +11,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from mla_portable.cli.options import DeviceOption, JsonOption, check_name, resolve_device
+from mla_portable.cli.options import DeviceOption, JsonOption, check_known, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
@@ -36,13 +36,14 @@ def warm(
     names to nodes with the same device and software. Exit code 1 when nothing can serve some of it.
     """
     with command(as_json=as_json) as output:
-        for each in layout or ():
-            check_name("layout", each, param_hint="--layout")
         where = resolve_device(device)
         from mla_portable.bench.warm import warm as run
         from mla_portable.dispatch import current_registry
         from mla_portable.engine.deepseek import HEADS
+        from mla_portable.layouts import LAYOUTS
 
+        for each in layout or ():
+            check_known(each, LAYOUTS, param_hint="--layout")
         with output.progress() as advance:
             report = run(
                 where,

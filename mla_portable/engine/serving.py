@@ -85,10 +85,10 @@ def in_metrics(text: str) -> tuple[Serving, ...]:
     """What a server's metrics, in Prometheus's text format, say of this project's gauge."""
     found: list[Serving] = []
     for sample in _SAMPLE.finditer(text):
-        labels = {name: re.sub(r"\\(.)", r"\1", value) for name, value in _LABEL.findall(sample["labels"])}
+        labels: dict[str, str] = {name: re.sub(r"\\(.)", r"\1", value) for name, value in _LABEL.findall(sample["labels"])}
         processes = int(float(sample["value"]))
         if processes > 0 and labels.keys() >= {*_LABELS}:
-            found.append(Serving(*(labels[name] for name in _LABELS), processes))
+            found.append(Serving(labels["primitive"], labels["implementation"], labels["device"], processes))
     return tuple(found)
 
 
