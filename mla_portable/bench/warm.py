@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run once what engines run, so that every kernel that a device serves with is compiled and in the caches on disk.
 
-Triton names what it keeps by the arguments of a call (types, alignment, constants, options), the compiler and the target. A
-call of the same kind has to be made on a device of the same kind: what `compile_all` makes ahead of time has other names. CUDA
-sources of plugins are compiled when their implementations are bound.
+Triton names what it keeps by the arguments of a call (types, alignment, constants, options), the compiler and the target, so
+calls of every kind are made on the device. CUDA sources of plugins are compiled when their implementations are bound.
 """
 
 from __future__ import annotations
