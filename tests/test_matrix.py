@@ -325,6 +325,7 @@ def run_command(*words: str, code: int = 0) -> str:
 
 def test_a_device_is_found_by_the_beginning_of_its_name() -> None:
     assert profile_named("a100", PROFILES).slug == "a100-80g" and profile_named("H200", PROFILES).slug == "h200"
+    assert profile_named("NVIDIA A100-SXM4-80GB", PROFILES).slug == "a100-80g"
     for name, question in (
         ("rtx", "did you mean rtx3090 or rtx4090 or rtx5090"),
         ("h2000", "did you mean h200"),
@@ -338,8 +339,8 @@ def test_a_device_is_found_by_the_beginning_of_its_name() -> None:
     assert document["ok"] and document["device"]["slug"] == "h200"
     (native,) = (x for x in document["offers"] if (x["implementation"], x["primitive"]) == ("nvidia.native", "topk_select"))
     assert native["state"] == "verified in 0.1.0" and native["release"] == "0.1.0" and native["missing"] == 0
-    assert "did you mean h200" in run_command("h2000", code=1)
-    assert json.loads(CliRunner().invoke(app, ["matrix", "h2000", "--json"]).stdout)["error"]["type"] == "RecordError"
+    assert "(got 'h2000'). Did you mean 'h200'?" in run_command("h2000", code=2)
+    assert json.loads(CliRunner().invoke(app, ["matrix", "h2000", "--json"]).stdout)["error"]["type"] == "InvalidArgument"
 
 
 # ---------------------------------------------------------------------- profiles

@@ -113,11 +113,17 @@ def all_profiles(records: Path | None = None) -> dict[str, Profile]:
 
 
 def profile_named(name: str, profiles: Mapping[str, Profile]) -> Profile:
-    """The profile with that slug, or the only one whose slug starts so. Raises: RecordError with the nearest ones."""
+    """The profile with that slug, the only one whose slug starts so, or that of the device that drivers call so.
+
+    Raises: RecordError with the nearest ones.
+    """
     slug = name.lower()
     starting = [each for each in profiles if each.startswith(slug)]
     if slug in profiles or len(starting) == 1:
         return profiles[slug if slug in profiles else starting[0]]
+    reported = next((each for each in profiles.values() if each.matches(name)), None)
+    if reported is not None:
+        return reported
     near = starting or get_close_matches(slug, profiles, n=3)
     question = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(profiles)}"
     raise RecordError(f"device {name!r}", f"no profile of that name; {question}")

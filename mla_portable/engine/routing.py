@@ -19,6 +19,11 @@ def decide_route(registry: Registry, spec: AttentionSpec, device: torch.device, 
     return choose_route(spec, registry.facts(device), demand)
 
 
+def serving(decision: RouteDecision) -> tuple[tuple[str, str], ...]:
+    """(primitive, implementation) of each part of the chosen route, each once. Raises: UnsupportedRoute where there is none."""
+    return _pairs(decision.verdict.parts)
+
+
 def served_by(decision: RouteDecision) -> str:
     """What serves each primitive of the chosen route; where nothing serves, the reasons against every route."""
     if decision.chosen is None:
@@ -34,4 +39,8 @@ def attention_served_by(decision: RouteDecision) -> str:
 
 
 def _named(parts: Iterable[RoutePart]) -> str:
-    return ", ".join(dict.fromkeys(f"{part.decision.request.primitive} {part.decision.chosen}" for part in parts))
+    return ", ".join(f"{primitive} {implementation}" for primitive, implementation in _pairs(parts))
+
+
+def _pairs(parts: Iterable[RoutePart]) -> tuple[tuple[str, str], ...]:
+    return tuple(dict.fromkeys((str(part.decision.request.primitive), str(part.decision.chosen)) for part in parts))

@@ -26,6 +26,7 @@ from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import ContextShare, InvalidArgument, Request, UnsupportedRequest, neutral_defaults
 from mla_portable.contracts.rules import check_cache
 from mla_portable.contracts.values import CACHE_ALIGNMENT
+from mla_portable.engine.serving import publish
 from mla_portable.layouts import E4M3_MAX, INDEX, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT, TOPK_SELECT, IndexerCacheWrite, IndexerSelect
 from mla_portable.registry import get_registry
@@ -237,6 +238,7 @@ def _bind(
     merge = SelectionMerge(share, topk, by[TOPK_SELECT], gather_from_ranks, device) if shared else None
     _run_once(bound[0], num_heads, topk, device, share)
     written = [] if write else ["keys written by vLLM"]
+    publish(here.name, ((str(each.primitive), str(demand.decide(each).chosen)) for each in requests), settings.logger)
     _log_server(f"{here}, {num_heads} heads, top-{topk}: {', '.join(served + written)}", reason)
     capturing = accelerator(device).is_capturing
     return IndexerServer(bound[0], write, merge, requests[0].graph, topk, facts["block_size"], scale_format, share, capturing)

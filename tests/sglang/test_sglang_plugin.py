@@ -231,3 +231,14 @@ def sink_argument(sink: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_objects_of_equal_layers_share_what_serves_them():
     one, other = (server_of(fixture(CASE).backend) for _ in range(2))
     assert one.attentions[0] is other.attentions[0]
+
+
+def test_what_is_bound_is_published_as_a_metric(monkeypatch: pytest.MonkeyPatch):
+    pretend(monkeypatch, A100)
+    published: list[tuple[str, list[tuple[str, str]]]] = []
+    monkeypatch.setattr(serving, "publish", lambda device, served, logger: published.append((device, list(served))))
+    monkeypatch.setattr(serving, "_shared", {})
+    assert server_of(fixture(CASE, dsa_prefill_backend="flashmla_sparse", dsa_decode_backend="fa3").backend) is not None
+    ((device, served),) = published
+    assert device.startswith("CPU")  # where it is bound
+    assert served == [("sparse_decode", "reference.torch"), ("sparse_prefill", "reference.torch")]
