@@ -1,16 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's cases with slots as its fused top-k names them: each call beside SGLang's own kernel and the oracle, then in graphs."""
+"""SGLang's cases with slots as its fused top-k names them: each call beside SGLang's kernel and the oracle; graphs."""
 
 from __future__ import annotations
-
-import os
-
-os.environ.update(SGLANG_DSA_FUSE_TOPK="1", SGLANG_OPT_USE_TOPK_V2="0", SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD="0")
-os.environ["MLA_TEST_SGLANG_DEVICE"] = "cuda"
-
-import process
-
-process.start()
 
 from dataclasses import replace
 from itertools import product
@@ -126,4 +117,5 @@ def main() -> None:
         graph(f"{mode} {impl} {'fp8' if fp8 else 'bf16'}", case, options)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,8 @@
 
     ci/gpu_sglang [FOLDER] [--only TEXT] [--engine] [--budget SECONDS]
 
-FOLDER (default: sglang-report) gets each process's report and log, and `report.txt`. Exit status 1 where a line says FAIL, where a
-process did not finish, and where a rehearsal loaded no kernel of the older GPU.
+FOLDER (default: sglang-report) gets each process's report and log, and `report.txt`. Exit status 1 where a line says FAIL,
+where a process did not finish, and where a rehearsal loaded no kernel of the older GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
-    """A process. arch: the older GPU that it rehearses. mode: MLA_PORTABLE_SGLANG. alone: it is timed, so nothing runs beside it."""
+    """A process.
+
+    Attributes:
+        arch: the older GPU that it rehearses. mode: MLA_PORTABLE_SGLANG. alone: it is timed, so nothing runs beside it.
+        slots: SGLang's top-k is fused, so it names slots; else positions in a request.
+    """
 
     program: str
     arch: str = ""
@@ -33,6 +38,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     seconds: float = 300
     alone: bool = False
+    slots: bool = True
 
     @property
     def name(self) -> str:
@@ -42,11 +48,11 @@ class Job:
 JOBS = (
     Job("times.py", alone=True, seconds=200),
     Job("fused.py"),
-    Job("variants.py"),
+    Job("variants.py", slots=False),
     Job("fused.py", "sm80", "auto"),
     Job("fused.py", "sm89", "auto"),
-    Job("variants.py", "sm80", "auto"),
-    Job("variants.py", "sm89", "auto"),
+    Job("variants.py", "sm80", "auto", slots=False),
+    Job("variants.py", "sm89", "auto", slots=False),
 )
 ENGINES = tuple(
     Job("engine.py", mode=mode, arguments=(mode, cache), alone=True, seconds=140)
@@ -63,10 +69,14 @@ def run(job: Job, out: Path, end: float) -> str:
     caches = {name: str(out / "caches" / (job.arch or "here") / name.lower()) for name in ("TRITON_CACHE_DIR",)}
     told = {"MLA_GPU_SGLANG_OUT": str(out / f"{job.name}.jsonl"), "MLA_GPU_SGLANG_KERNELS": str(out / f"{job.name}.kernels")}
     mine = {"MLA_PORTABLE_SGLANG": job.mode, "MLA_GPU_SGLANG_ARCH": job.arch, "PYTHONUNBUFFERED": "1"}
+    mine |= {"SGLANG_DSA_FUSE_TOPK": str(int(job.slots)), "SGLANG_OPT_USE_TOPK_V2": "0", "MLA_TEST_SGLANG_DEVICE": "cuda"}
+    if job.slots:
+        mine["SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"] = "0"
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     begin = time.monotonic()
     with (out / f"{job.name}.log").open("w") as log:
-        command = [sys.executable, str(HERE / job.program), *job.arguments]
+        first = [] if job in ENGINES else [str(HERE / "process.py")]
+        command = [sys.executable, *first, str(HERE / job.program), *job.arguments]
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **caches, **told, **mine, "PYTHONPATH": path}
         )

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of `ci/gpu_sglang` does first, and how it reports: a JSON line for each thing that was tried."""
+"""What a process of `ci/gpu_sglang` does first, and how it reports: a JSON line for each thing that was tried.
+
+process.py PROGRAM      loads the plugin as SGLang does, then runs a program of this folder
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -98,3 +102,9 @@ def median_us(call: Callable[[], object], *, rounds: int = 30) -> float:
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1e3)
     return sorted(times)[rounds // 2]
+
+
+if __name__ == "__main__":
+    start()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

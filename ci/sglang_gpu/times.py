@@ -6,14 +6,6 @@ The top-k is 2,048 and every row selects as many keys at random from 8,192 token
 
 from __future__ import annotations
 
-import os
-
-os.environ.update(SGLANG_DSA_FUSE_TOPK="1", SGLANG_OPT_USE_TOPK_V2="0", SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD="0")
-
-import process
-
-process.start()
-
 import unittest
 from dataclasses import replace
 from itertools import product
@@ -21,7 +13,7 @@ from typing import Any, Final
 
 import stock
 import torch
-from process import ARCH, median_us, tell, trying
+from process import ARCH, median_us, trying
 from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
 
 from mla_portable.sglang import places
@@ -122,4 +114,5 @@ def main() -> None:
         timed(f"prefill {method} {'fp8' if fp8 else 'bf16'} {heads} heads 2048 tokens", case, method, 2048, fp8)
 
 
-main()
+if __name__ == "__main__":
+    main()

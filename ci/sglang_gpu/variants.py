@@ -1,19 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kit's own functions with its own tolerances, as SGLang's test of its DSA backend calls them, with the plugin serving.
 
-Positions in a request are mapped to slots by SGLang (SGLANG_DSA_FUSE_TOPK=0). Implementations that the GPU lacks skip with SGLang's
-words; prompts as dense attention, and `fa3` where the plugin does not serve, need FlashAttention 3.
+Positions in a request are mapped to slots by SGLang (SGLANG_DSA_FUSE_TOPK=0). Implementations that the GPU lacks skip with
+SGLang's words; prompts as dense attention, and `fa3` where the plugin does not serve, need FlashAttention 3.
 """
 
 from __future__ import annotations
-
-import os
-
-os.environ.update(SGLANG_DSA_FUSE_TOPK="0", SGLANG_OPT_USE_TOPK_V2="0")
-
-import process
-
-process.start()
 
 import unittest
 from collections.abc import Callable
@@ -74,4 +66,5 @@ def main() -> None:
     run("draft's graph runner", speculative_draft_runner.run_dsa_eagle_draft_cuda_graph_runner_case, chain)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -5,5 +5,6 @@ routing     the route for a spec, and its decision in a line
 variables   environment variables of a plugin, checked where they are read
 entry       why an engine does not load a plugin
 status      the plugin in an engine, as `doctor` sees it
+prompts     prompts over keys of each head: for which layers, and in which steps
 deepseek    what would serve DeepSeek-V3.2 on a device, for `doctor`
 """

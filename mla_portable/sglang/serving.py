@@ -22,7 +22,7 @@ from mla_portable.contracts import InvalidArgument
 from mla_portable.engine.routing import attention_served_by
 from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import get_registry
-from mla_portable.sglang import model, settings, stock
+from mla_portable.sglang import model, prompts, settings, stock
 
 SERVER: Final = "_mla_portable"
 """The attribute of SGLang's backend object that holds its Server."""
@@ -35,6 +35,7 @@ class Server:
 
     Attributes:
         methods: names of the methods whose calls are served here. reasons: why, for each of them.
+        prompts: beside it where extends are served here and may be computed over keys of each head; None where not.
     """
 
     def __init__(self, backend: Any, model_runner: Any, reasons: Mapping[str, str]) -> None:
@@ -47,6 +48,10 @@ class Server:
         sinks = model.has_sinks(model_runner)
         for method in reasons:
             self.attention(model.layouts_of(method, backend), attn_sink=sinks)
+        self.prompts: prompts.Prompts | None = None
+        if self.methods.intersection(model.methods_of_prefill(backend)):
+            spec, facts = self._spec(self._pool, attn_sink=sinks), get_registry().facts(self._device)
+            self.prompts = prompts.prompts(backend, model_runner, spec, facts)
 
     @property
     def attentions(self) -> tuple[SlotAttention, ...]:

@@ -29,7 +29,10 @@ DEVICE = os.environ.get("MLA_TEST_SGLANG_DEVICE", "cpu")
 
 @dataclass
 class Judged:
-    """Calls of SlotAttention, each as (kind, arguments). worst: the greatest difference from the oracle; wanted: its last result."""
+    """Calls of SlotAttention, each as (kind, arguments).
+
+    Attributes: worst: the greatest difference from the oracle. wanted: the oracle's last result.
+    """
 
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     worst: float = 0.0
