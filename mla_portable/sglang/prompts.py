@@ -59,6 +59,12 @@ class Prompts:
         self.step: PromptPlan | None = None
         self.asks_for_positions = False
 
+    @property
+    def served_by(self) -> str:
+        """What attends under a selection and without one, for the log."""
+        masked, dense = (self._attention.decisions[name].chosen for name in ("masked", "dense"))
+        return f"masked_prefill {masked}" if masked == dense else f"masked_prefill {masked}, {dense} without a selection"
+
     def plan(self, backend: Any, batch: Any) -> None:
         """Decide for a step, from what SGLang's metadata have on the host: called after `init_forward_metadata`."""
         self.step = None

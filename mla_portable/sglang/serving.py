@@ -211,6 +211,8 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
         return None
     setattr(backend, SERVER, server)
     served = "; ".join(f"{each.spec.kv_layout}: {attention_served_by(each.route_decision)}" for each in server.attentions)
+    if server.prompts is not None:
+        served += f"; prompts over keys of each head: {server.prompts.served_by}"
     why, heads = "; ".join(dict.fromkeys(wanted.values())), backend.num_q_heads
     _log_once(f"mla_portable serves {', '.join(wanted)} for {names} on {facts}, {heads} heads: {served}; because {why}")
     for each in server.attentions:

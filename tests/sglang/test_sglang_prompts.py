@@ -21,7 +21,7 @@ from mla_portable.contracts import ContextShare
 from mla_portable.engine import prompts as shared
 from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import get_registry
-from mla_portable.sglang import model, places, prompts
+from mla_portable.sglang import model, places, prompts, settings
 
 HEADS, Q_RANK = 4, 32
 DIMS = HeadDims(128, 64, 128)
@@ -140,6 +140,12 @@ def test_prompts_over_keys_of_each_head(topk: int, fp8: bool, monkeypatch: pytes
     assert rows_of(built, 1, 21)[:, 512:].eq(-layer.latent[5:, Q_RANK + 512 :].double()).all()  # the cache has them
 
 
+def test_the_log_names_what_attends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", logger=settings.logger.name)
+    build(monkeypatch, FASTER)
+    assert "prompts over keys of each head: masked_prefill reference.torch" in caplog.text
+
+
 def test_rows_that_sglang_pads_are_zeros(monkeypatch: pytest.MonkeyPatch):
     built = build(monkeypatch, FASTER)
     layer = Layer(built, 16)
@@ -195,7 +201,7 @@ def test_layers_that_do_more_reach_sglang_s_own_method(name: str, monkeypatch: p
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"share": ContextShare(2)}, "each of 2 ranks has a share of the context"),
+        ({"share": ContextShare(2), "need_lse": True}, "each of 2 ranks has a share of the context"),
         ({"attn_sink": True}, "has no sinks"),
         ({"batch_invariant": True}, "must not depend on the batch"),
     ],
