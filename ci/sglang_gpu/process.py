@@ -13,28 +13,52 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import MagicMock
 
 import torch
 
 ROOT: Final = Path(__file__).parents[2]
 ARCH: Final = os.environ.get("MLA_GPU_SGLANG_ARCH", "")
 """The older GPU that this process rehearses, "" for the one that is there."""
+DEVICE: Final = os.environ.get("MLA_TEST_SGLANG_DEVICE", "cuda")
 _OUT: Final = os.environ.get("MLA_GPU_SGLANG_OUT")
 
 
 def start() -> None:
     """Rehearse the older GPU, stand in for SGLang's kernel package, load the plugin. Before SGLang's layers are imported."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "sglang"), str(ROOT / "ci" / "vllm_gpu")]
-    from sglang.test.test_utils import maybe_stub_sgl_kernel
-
-    maybe_stub_sgl_kernel()
+    stand_in_for_sgl_kernel()
     if ARCH:
         _rehearse(ARCH)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+
+
+class _Nothing(Loader, MetaPathFinder):
+    """Finds the package `sgl_kernel` and what is inside of it; every name there is a mock."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == "sgl_kernel" else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: Any) -> None:
+        module.__getattr__ = lambda name: MagicMock(name=name)
+
+
+def stand_in_for_sgl_kernel() -> None:
+    """As SGLang's own kit does, where its kernel package cannot be imported. The attention that is tested needs none of it."""
+    try:
+        import_module("sgl_kernel")
+    except (ImportError, OSError):
+        sys.meta_path.insert(0, _Nothing())
 
 
 def _rehearse(arch: str) -> None:

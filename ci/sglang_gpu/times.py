@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import stock
 import torch
-from process import ARCH, median_us, trying
+from process import ARCH, DEVICE, median_us, trying
 from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
 
 from mla_portable.sglang import places
@@ -31,7 +31,7 @@ def fixture(case: Any, method: str, fp8: bool) -> Any:
     built = kit.build_dsa_sparse_attention_fixture(
         unittest.TestCase(),
         case,
-        device="cuda",
+        device=DEVICE,
         max_context_len=CONTEXT,
         dsa_prefill_backend=impl,
         dsa_decode_backend=impl,
@@ -49,27 +49,27 @@ def call_of(built: Any, method: str, rows: int) -> tuple[tuple[Any, ...], dict[s
     pool.get_key_buffer(0).view(torch.uint8).zero_()
     for begin in range(0, pool.size - 64, 1 << 16):
         count = min(1 << 16, pool.size - 64 - begin)
-        slots = torch.arange(64 + begin, 64 + begin + count, device="cuda")
-        k = torch.randn(count, 1, 576, device="cuda", dtype=torch.bfloat16)
+        slots = torch.arange(64 + begin, 64 + begin + count, device=DEVICE)
+        k = torch.randn(count, 1, 576, device=DEVICE, dtype=torch.bfloat16)
         pool.set_mla_kv_buffer(module.attn, slots, k[..., :512].contiguous(), k[..., 512:].contiguous())
     requests = built.case.batch_size
-    generator = torch.Generator(device="cuda").manual_seed(1)
-    of_row = torch.arange(rows, device="cuda") % requests
-    chosen = torch.rand(rows, CONTEXT - 64, device="cuda", generator=generator).topk(TOPK).indices
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    of_row = torch.arange(rows, device=DEVICE) % requests
+    chosen = torch.rand(rows, CONTEXT - 64, device=DEVICE, generator=generator).topk(TOPK).indices
     table = (64 + of_row[:, None] * CONTEXT + chosen).to(torch.int32)
     heads = module.num_heads
-    q = torch.randn(rows, heads, 576, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(rows, heads, 576, device=DEVICE, dtype=torch.bfloat16)
     metadata = backend.forward_metadata
     metadata.dsa_cache_seqlens_int32.fill_(TOPK)
     cache, scale = pool.get_key_buffer(0), module.attn.scaling
     common: dict[str, Any] = {"kv_cache": cache, "v_head_dim": 512, "sm_scale": scale}
-    lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
+    lengths = torch.full((rows,), TOPK, dtype=torch.int32, device=DEVICE)
     if method == places.KV:
         metadata = replace(metadata, dsa_cache_seqlens_int32=lengths)
         return (), {**common, "q_all": q, "layer": module.attn, "metadata": metadata, "page_table_1": table}
     if method == places.SPARSE:
         return (), {**common, "q_all": q, "page_table_1": table, "topk_length": lengths}
-    each = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+    each = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
     named = {**common, "q_rope": q[..., 512:], "q_nope": q[..., :512], "page_table": table, "cache_seqlens": lengths}
     return (), {
         **named,
