@@ -20,7 +20,7 @@ from mla_portable.sglang import hooks, model, places, plugin, serving, settings,
 from mla_portable.sglang.status import changes
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
-APPLIED = places.PLACES if SELECTORS else places.ATTENTION
+APPLIED = places.PLACES if SELECTORS else (*places.ATTENTION, *places.PROMPTS)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_registration_names_the_hooks(registered: list[str], log: pytest.LogCapt
 def test_modes_of_registration(registered: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
     plugin.register()
-    assert registered == [place.target for place in places.ATTENTION]
+    assert registered == [place.target for place in (*places.ATTENTION, *places.PROMPTS)]
     registered.clear()
     monkeypatch.setenv(settings.ENV_MODE, "off")
     plugin.register()
