@@ -213,7 +213,7 @@ def test_the_command_adds_times_to_a_run_and_draws_them(tmp_path):
 def test_the_command_fails_when_one_of_ours_is_wrong():
     spoiled = registry_with(("spoiled", Spoiled({"cache_write": WRONG["cache_write"]})), probe=False)
     done = command("--primitive", "cache_write", "--no-baselines", registry=spoiled, code=1)
-    assert "WRONG     cache_write fp8_ds_mla T 2" in done.stdout and "wrong" in done.stdout
+    assert "WRONG     cache_write fp8_ds_mla T 2  spoiled.torch" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ else:
 
 ROOT = Path(__file__).parents[1]
 NO_TORCH = "requirements-no-torch.txt"
-FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "matplotlib"}
-"""What the core imports and such an installation leaves alone. The last two are used where they are installed."""
+FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "matplotlib", "prometheus_client"}
+"""What the core imports and such an installation leaves alone. The last three are used where they are installed."""
 BESIDE_AN_ENGINE = ("bench", "capability", "cli", "conformance")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CLI = PROJECT["optional-dependencies"]["cli"]

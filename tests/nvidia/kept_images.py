@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from pathlib import Path
 
 from mla_portable_nvidia.native import build as native_build
-from mla_portable_nvidia.native.images import compile_kept
+from mla_portable_nvidia.native.images import VARIABLE, compile_kept
 
 __all__ = ["kept_image"]
 
-kept_image = partial(native_build.compile_build, compiler=compile_kept)
-"""`compile_build` whose image comes from MLA_PORTABLE_NVIDIA_CACHE or the user's cache where it is there."""
+_BESIDE = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+"""Where Triton keeps what it compiles; `.ci/run` gives it a folder of its own."""
+
+kept_image = partial(
+    native_build.compile_build, compiler=partial(compile_kept, environ={VARIABLE: str(Path(_BESIDE) / "mla_portable_nvidia")})
+)
+"""`compile_build` whose image comes from disk where it is there."""
