@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -19,8 +19,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import MagicMock
-
-import torch
 
 ROOT: Final = Path(__file__).parents[2]
 ARCH: Final = os.environ.get("MLA_GPU_SGLANG_ARCH", "")
@@ -103,29 +101,6 @@ def trying(name: str, found: dict[str, Any]) -> Iterator[None]:
         tell(name, passed=False, error=f"{type(error).__name__}: {error}"[:600], **found)
     else:
         tell(name, **{"passed": True, **found})
-
-
-def median_us(call: Callable[[], object], *, rounds: int = 30) -> float:
-    """Microseconds of a call that is captured once and replayed: the median of `rounds` replays with a cold L2."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-        cold = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-        times: list[float] = []
-        for _ in range(rounds):
-            cold.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-    return sorted(times)[rounds // 2]
 
 
 if __name__ == "__main__":

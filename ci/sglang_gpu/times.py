@@ -7,15 +7,17 @@ The top-k is 2,048 and every row selects as many keys at random from 8,192 token
 from __future__ import annotations
 
 import unittest
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
 import stock
 import torch
-from process import ARCH, DEVICE, median_us, trying
+from process import ARCH, DEVICE, trying
 from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
 
+from mla_portable.bench.timing import captured, measure
 from mla_portable.sglang import places
 
 TOPK: Final = 2048
@@ -81,6 +83,12 @@ def call_of(built: Any, method: str, rows: int) -> tuple[tuple[Any, ...], dict[s
     }
 
 
+def median_us(call: Callable[[], object]) -> float:
+    """Microseconds of a call that is captured once and replayed: the median of 30 replays with a cold L2."""
+    device = torch.device(DEVICE)
+    return round(measure(captured(call, device), device=device, repeat=30).median_ms * 1e3, 1)
+
+
 def timed(name: str, case: Any, method: str, rows: int, fp8: bool) -> None:
     found: dict[str, Any] = {}
     with trying(f"time: {name}", found):
@@ -88,13 +96,13 @@ def timed(name: str, case: Any, method: str, rows: int, fp8: bool) -> None:
         backend = built.backend
         arguments, named = call_of(built, method, rows)
         hooked = getattr(stock.backend_class(), method)
-        found["ours_us"] = round(median_us(lambda: hooked(backend, *arguments, **named)), 1)
+        found["ours_us"] = median_us(lambda: hooked(backend, *arguments, **named))
         ours = hooked(backend, *arguments, **named)
         if not ARCH:
             try:
                 theirs = stock.stock_call(backend, method, arguments, named)
                 found["from_stock"] = float((theirs().double() - ours.double()).abs().max())
-                found["stock_us"] = round(median_us(theirs), 1)
+                found["stock_us"] = median_us(theirs)
             except Exception as error:  # a library that is not there: said in the report
                 found["stock"] = f"{type(error).__name__}: {error}"[:200]
         found["passed"] = None

@@ -59,6 +59,20 @@ def deep_gemm_serves(facts: DeviceFacts) -> bool:
     return facts.vendor == "nvidia" and facts.arch.startswith(DEEP_GEMM_ARCHS)
 
 
+def scorer(facts: DeviceFacts, *, ours: str, theirs: str, asked: str) -> str:
+    """Who scores the indexer's keys, in words.
+
+    Args:
+        ours, theirs: how an engine's plugin calls this project's functions, and the engine's own with DeepGEMM. asked: the
+            setting that asks for ours on every device, "" where DeepGEMM comes first.
+    """
+    if asked:
+        return f"{ours}: {asked}"
+    if deep_gemm_serves(facts):
+        return f"{theirs} for {facts.arch}; where that cannot be imported, {ours}"
+    return f"{ours}: DeepGEMM does not support {facts.arch}"
+
+
 def choices(
     decide: Callable[[AttentionSpec], RouteDecision], named: Callable[[RouteDecision], str] = served_by
 ) -> tuple[Choice, ...]:

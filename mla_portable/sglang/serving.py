@@ -19,10 +19,9 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, SlotAttention, UnsupportedRoute
 from mla_portable.contracts import InvalidArgument
-from mla_portable.engine.routing import attention_served_by, serving
+from mla_portable.engine.routing import attention_served_by, attention_serving
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import LAYOUTS
-from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.registry import get_registry
 from mla_portable.sglang import model, prompts, settings, stock
 
@@ -179,8 +178,7 @@ def _attention(spec: AttentionSpec, device: torch.device) -> SlotAttention:
             found = SlotAttention(replace(spec, graph=False), device=device)
             _log_without_graphs(str(found.facts))
         _shared[spec, device] = found
-        bound = (pair for pair in serving(found.route_decision) if pair[0] != CONVERT_INDICES)
-        publish(found.facts.name, bound, settings.logger)
+        publish(found.facts.name, attention_serving(found.route_decision), settings.logger)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.engine.deepseek import choices, deep_gemm_serves, indexer_requests
+from mla_portable.engine.deepseek import choices, indexer_requests, scorer
 from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import decide_route
 from mla_portable.engine.status import EngineStatus, version_and_mode
@@ -47,11 +47,7 @@ def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str
     decisions = [demand.decide(request) for request in indexer_requests(facts)]
     select, write = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in decisions)
     ours = f"mla_portable's ({select}; keys written by vLLM's operator if it works, else {write})"
-    if mode == "on":
-        return f"{ours}: {settings.ENV_INDEXER}=on"
-    if deep_gemm_serves(facts):
-        return f"vLLM's, with DeepGEMM for {facts.arch}; where that cannot be imported, {ours}"
-    return f"{ours}: DeepGEMM does not support {facts.arch}"
+    return scorer(facts, ours=ours, theirs="vLLM's, with DeepGEMM", asked=f"{settings.ENV_INDEXER}=on" if mode == "on" else "")
 
 
 def _obstacle(mode: str, environ: Mapping[str, str]) -> str:

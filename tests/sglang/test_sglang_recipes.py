@@ -7,8 +7,9 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs/deploy.md").read_text()
-COMMANDS = [line.partition("sglang.launch_server ")[2].strip() for line in PAGE.splitlines() if "sglang.launch_server " in line]
+from recipes import recipes, unknown_options, values
+
+COMMANDS = recipes("sglang.launch_server ")
 
 
 def folder() -> Path:
@@ -18,10 +19,8 @@ def folder() -> Path:
 
 
 def test_every_option_exists() -> None:
-    text = "\n".join(path.read_text() for path in [folder() / "server_args.py", *folder().glob("arg_groups/**/*.py")])
-    options = {found for command in COMMANDS for found in re.findall(r"--([a-z-]+)", command)}
-    assert len(COMMANDS) >= 4 and len(options) >= 9
-    assert not {each for each in options if f"--{each}" not in text and each.replace("-", "_") not in text}
+    sources = [folder() / "server_args.py", *folder().glob("arg_groups/**/*.py")]
+    assert len(COMMANDS) >= 4 and not unknown_options(COMMANDS, sources, least=9)
 
 
 def test_every_parser_exists() -> None:
@@ -29,6 +28,6 @@ def test_every_parser_exists() -> None:
         ("tool-call-parser", "function_call/function_call_parser.py"),
         ("reasoning-parser", "parser/reasoning_parser.py"),
     ):
-        named = {found for command in COMMANDS for found in re.findall(rf"--{option} (\S+)", command)}
+        named = values(COMMANDS, option)
         known = set(re.findall(r'^ +"([\w-]+)": \w+', (folder() / path).read_text(), re.MULTILINE))
         assert len(named) == 2 and named <= known, option

@@ -7,22 +7,15 @@ import re
 from pathlib import Path
 
 import vllm
+from recipes import recipes, unknown_options, values
 
-PAGE = (Path(__file__).parents[2] / "docs/deploy.md").read_text()
-COMMANDS = [line.partition("vllm serve ")[2].strip() for line in PAGE.splitlines() if "vllm serve " in line and "`" not in line]
+COMMANDS = recipes("vllm serve ")
 VLLM = Path(vllm.__file__).parent
-
-
-def values(option: str) -> set[str]:
-    return {found for command in COMMANDS for found in re.findall(rf"--{option} (\S+)", command)}
 
 
 def test_every_option_exists() -> None:
     sources = [VLLM / "engine/arg_utils.py", *(VLLM / "entrypoints").rglob("*.py"), *(VLLM / "config").glob("*.py")]
-    text = "\n".join(path.read_text() for path in sources)
-    options = {found for command in COMMANDS for found in re.findall(r"--([a-z-]+)", command)}
-    assert len(COMMANDS) >= 8 and len(options) >= 12
-    assert not {each for each in options if f"--{each}" not in text and each.replace("-", "_") not in text}
+    assert len(COMMANDS) >= 8 and not unknown_options(COMMANDS, sources, least=12)
 
 
 def test_every_parser_and_tokenizer_mode_exists() -> None:
@@ -31,5 +24,6 @@ def test_every_parser_and_tokenizer_mode_exists() -> None:
         ("reasoning-parser", "reasoning/__init__.py"),
         ("tokenizer-mode", "tokenizers/registry.py"),
     ):
+        named = values(COMMANDS, option)
         known = set(re.findall(r'^ +"(\w+)": \(', (VLLM / path).read_text(), re.MULTILINE))
-        assert values(option) and values(option) <= known, option
+        assert named and named <= known, option

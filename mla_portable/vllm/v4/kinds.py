@@ -9,8 +9,9 @@ all        and every compressed token (V4: one for 128); vLLM lists their slots 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +26,8 @@ from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat
 from mla_portable.vllm.settings import logger
+
+T = TypeVar("T")
 
 _LIST_MULTIPLE = 128
 """vLLM rounds the list of all compressed tokens up to this."""
@@ -110,22 +113,22 @@ class LayerKind:
 
     def listed_slots(self, metadata: Any, requests: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         """The same of the prompts' positions that vLLM lists in `metadata` for all layers: once a step."""
-        found = getattr(metadata, _SLOTS, None)
-        if found is None or found[0] != self._accelerator.is_capturing():
-            positions = metadata.c128a_prefill_topk_indices
-            made = self._slots_of(positions, requests, metadata.block_table, cache, None)
-            found = self._accelerator.is_capturing(), made
-            setattr(metadata, _SLOTS, found)
-        return found[1]
+        positions, table = metadata.c128a_prefill_topk_indices, metadata.block_table
+        return self._once_a_step(metadata, _SLOTS, lambda: self._slots_of(positions, requests, table, cache, None))
 
     def requests(self, swa_metadata: Any) -> Tensor:
-        """The request of each token, -1 for padding; once a step. A step that is captured computes it in its graph."""
-        found = getattr(swa_metadata, _REQUESTS, None)
-        if found is None or found[0] != self._accelerator.is_capturing():
-            requests, is_valid = swa_metadata.token_to_req_indices, swa_metadata.is_valid_token
-            rows = min(len(requests), len(is_valid))
-            found = self._accelerator.is_capturing(), torch.where(is_valid[:rows], requests[:rows], -1)
-            setattr(swa_metadata, _REQUESTS, found)
+        """The request of each token, -1 for padding; once a step."""
+        requests, is_valid = swa_metadata.token_to_req_indices, swa_metadata.is_valid_token
+        rows = min(len(requests), len(is_valid))
+        return self._once_a_step(swa_metadata, _REQUESTS, lambda: torch.where(is_valid[:rows], requests[:rows], -1))
+
+    def _once_a_step(self, metadata: Any, name: str, make: Callable[[], T]) -> T:
+        """What the first layer of a step makes, kept in its metadata. A step that is captured makes it in its graph."""
+        capturing = self._accelerator.is_capturing()
+        found = getattr(metadata, name, None)
+        if found is None or found[0] != capturing:
+            found = capturing, make()
+            setattr(metadata, name, found)
         return found[1]
 
     def _slots_of(
