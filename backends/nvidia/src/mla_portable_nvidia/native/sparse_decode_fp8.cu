@@ -239,13 +239,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const float score_scale = own_exponent > 127 ? not_a_number() : scale_log2 * power(own_exponent - Q_EXPONENT);  // a broken head shows
 
     // where this lane reads a stage: token t and two chunks for the scores, tokens 2c .. and chunk t for the output
+#if HALVES  // a half has a chunk of a lane; for the output the tokens 2c and the next lie apart
+    const u32 score_from = base + PLACE(t) * ROW_STRIDE + warp * 128 + c * 16;
+    const u32 even_from = base + 2 * c * ROW_STRIDE, odd_from = base + PLACE(2 * c + 1) * ROW_STRIDE;
+#else
     const u32 score_from = base + t * ROW_STRIDE + warp * 128 + c * 32;
     const u32 output_from = base + 2 * c * ROW_STRIDE + warp * 128 + t * 16;
     const u32 rope_from = base + t * ROW_STRIDE + PLAIN_COLUMN + warp * 32 + c * 8;
     const u32 scale_from = base + 2 * c * ROW_STRIDE + SCALE_COLUMN + warp * 4;
-#if HALVES
-    const u32 halves_from = base + PLACE(t) * ROW_STRIDE + warp * 128 + c * 16;
-    const u32 even_from = base + 2 * c * ROW_STRIDE, odd_from = base + PLACE(2 * c + 1) * ROW_STRIDE;  // tokens 2c and the next
 #endif
     const u32 barriers = shared + group * STAGES * 16;
     const u32 scores = base + SCORE_AT, probs = base + PROB_AT, decays = base + DECAY_AT;
@@ -277,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         auto add_codes = [&](int side) {
             uint4 words[4];
 #pragma unroll
-            for (int n8 = 0; n8 < 4; ++n8) words[n8] = at<uint4>(smem, halves_from + stage_at + EIGHT_AT(n8) + side * 64);
+            for (int n8 = 0; n8 < 4; ++n8) words[n8] = at<uint4>(smem, score_from + stage_at + EIGHT_AT(n8) + side * 64);
 #pragma unroll
             for (int word = 0; word < 4; ++word) {
                 u32 a[MT][4];
@@ -297,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                 uint4 words[4];
 #pragma unroll
                 for (int n8 = 0; n8 < 4; ++n8)
-                    words[n8] = at<uint4>(smem, halves_from + stage_at + EIGHT_AT(n8) + 64 + c * 16 + side * 16);
+                    words[n8] = at<uint4>(smem, score_from + stage_at + EIGHT_AT(n8) + 64 + c * 16 + side * 16);
 #pragma unroll
                 for (int word = 0; word < 2; ++word) {
                     u32 a[MT][4];
