@@ -9,11 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch_reference as reference
+from native_model import stand_ins
+from simulated_gpu import conforms, registry
 from sm90_model import EmulatedSm90
 from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
 
 from mla_portable.layouts import FP8_V4
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_nvidia.native.bind_v4 import Serves, V4Attention, v4_implementations
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.sparse_decode import Build, Tensors, prepare
 
@@ -156,7 +160,34 @@ def test_a_broken_query_shows_in_its_own_head(build, column):
     q[:, :, 4] *= 2.0**40
     out, lse = launched(build, kv, q, indices, None, None)
     assert out[0, 0, 3].isnan().all() and lse[0, 0, 3].isnan()
-    assert not out[1].any() and (lse[1] == -torch.inf).all()
     others = torch.arange(build.heads) != 3
+    assert not out[1, 0, others].any() and (lse[1, 0, others] == -torch.inf).all()
     wanted, _ = reference.sparse_decode(q[:, :, others], kv, indices, softmax_scale=SCALE)
     torch.testing.assert_close(out[:, :, others].float(), wanted.float(), rtol=2e-2, atol=2e-2)
+
+
+class Loaded(EmulatedSm90):
+    """A build on a device that holds as many clusters as its multiprocessors do."""
+
+    def __init__(self, build: Build, *_launch: object) -> None:
+        super().__init__(0, build)
+        self._blocks = 132 * build.blocks_per_sm
+
+    def max_clusters(self, size: int) -> int:
+        return self._blocks // size
+
+
+def test_decode_and_prefill_conform(monkeypatch):
+    """The suite's cases of the layout at level smoke, all of them by these bodies."""
+    table = (Serves("sm90"),)
+    binds = {
+        SPARSE_DECODE: lambda request: V4Attention(request, table).decode,
+        SPARSE_PREFILL: lambda request: V4Attention(request, table).prefill,
+    }
+    offered = [
+        replace(each, support=replace(each.support, device_types=("cpu",)), bind=binds[each.primitive], check=lambda facts: ())
+        for each in v4_implementations()
+    ]
+    with stand_ins(monkeypatch, Loaded, arch="sm_90a") as loaded:
+        words = conforms(registry(offered=offered, probe=False), "nvidia.native_v4", "smoke", *binds)
+    assert {build.kernel for build in loaded} <= {"sparse_decode_fp8", "sparse_decode_wide"} and "extra_b2" in words, words

@@ -95,6 +95,10 @@ struct Scales {
     }
 #endif
 };
+// what is computed from these is computed again behind here
+__device__ __forceinline__ void hold(u32 (&words)[4]) {
+    asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+}
 #define EIGHT_AT(n8) (((n8) >> 1) * 16 + ((n8) & 1)) * ROW_STRIDE  // of tokens 8 n8 .. in a stage, where they are interleaved
 
 // of the largest |q| of a head
@@ -174,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const uint4 none = make_uint4(0, 0, 0, 0);
-                    const int column = HALVES ? (j >> 1) * 64 + c * 16 + (j & 1) * 8 : c * 32 + j * 8;
-                    const uint4 w = on ? *reinterpret_cast<const uint4*>(q_row + warp * 128 + column) : none;
+                    const u16* from = q_row + warp * 128 + c * (HALVES ? 16 : 32) + (HALVES ? (j >> 1) * 64 + (j & 1) * 8 : j * 8);
+                    const uint4 w = on ? *reinterpret_cast<const uint4*>(from) : none;
                     v[mt][half][j] = w;
                     const u32 size = largest_size(w);
                     if (!(last && j >= 2 && size < NOT_FINITE)) top = max(top, size);
@@ -312,7 +316,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             }
         };
         add_codes(0);
-        float unit[4][2];  // the second scale; or a part of the first, where it is that much less
+        auto exponent_of = [&](int n8, int k, int& first, int& second) {
+            first = scale.of[n8] >> k * 16 & 255, second = scale.of[n8] >> k * 16 + 8 & 255;
+            return max(second, first - APART_MOST);  // of the second scale; or of a part of the first, where it is that much less
+        };
+        int first, second;
 #pragma unroll
         for (int n8 = 0; n8 < 4; ++n8) {
             const u32 even = at<u16>(smem, even_from + stage_at + EIGHT_AT(n8) + SCALE_COLUMN + warp * 2);
@@ -321,10 +329,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             float ratio[2];
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                const int first = scale.of[n8] >> k * 16 & 255, second = scale.of[n8] >> k * 16 + 8 & 255;
-                const int exponent = max(second, first - APART_MOST);
+                const int exponent = exponent_of(n8, k, first, second);
                 ratio[k] = __uint_as_float(max(first - exponent + 127, 0) << 23);
-                unit[n8][k] = max(first, second) == 255 ? not_a_number() : as_float(exponent);
             }
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt)
@@ -335,16 +341,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             add_plain();
         else
             add_codes(1);
+        if (MT > 1) hold(scale.of);  // registers for eight units until here do not suffice
 #pragma unroll
-        for (int n8 = 0; n8 < 4; ++n8)
+        for (int n8 = 0; n8 < 4; ++n8) {
+            float unit[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int exponent = exponent_of(n8, k, first, second);
+                unit[k] = max(first, second) == 255 ? not_a_number() : as_float(exponent);
+            }
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
-                for (int k = 0; k < 4; ++k) part[n8][mt][k] *= unit[n8][k & 1];
+                for (int k = 0; k < 4; ++k) part[n8][mt][k] *= unit[k & 1];
                 const u32 to = score_to + (mt * 16 * SCORE_STRIDE + n8 * 8) * 4;
                 at<float2>(smem, to) = make_float2(part[n8][mt][0], part[n8][mt][1]);
                 at<float2>(smem, to + 8 * SCORE_STRIDE * 4) = make_float2(part[n8][mt][2], part[n8][mt][3]);
             }
+        }
     };
     // ---- the output of a tile, of this warp's columns
     auto add_output = [&](u32 stage_at, const Scales& scale, float to_unit) {
@@ -603,13 +617,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         for (int half = 0; half < 2; ++half) {
             const int head = mt * 16 + half * 8 + t;
             const float weight = merge.factor(group, head, group == 0 && warp == 0 && c == 0);
+            const float factors[2] = {weight * from_unit, weight * from_unit_last};  // of the halves of the columns
             constexpr int APIECE = SCALE_GROUP / 32;  // float4s of a lane side by side
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) {
                 const int first = (group * HT + head) * 128 + warp * 32 + (2 * c + (i & 1)) * APIECE;
 #pragma unroll
                 for (int j = 0; j < 16; j += 4) {
-                    const float factor = weight * (j < 8 ? from_unit : from_unit_last);
+                    const float factor = factors[j / 8];
                     const int at_float4 = first + j / 4 / APIECE * (SCALE_GROUP / 4) + j / 4 % APIECE;
                     *reinterpret_cast<float4*>(merge.outputs + place<MERGE_STRIDE, MERGE_SWIZZLE>(at_float4)) =
                         make_float4(acc[mt][j][i] * factor, acc[mt][j + 1][i] * factor, acc[mt][j + 2][i] * factor,
