@@ -63,7 +63,7 @@ def _split_scratch(request: Request) -> int:
 class Sm80Attention(BoundAttention):
     """A decode takes the splits and the scratch of its schedule; without one it allocates scratch where it is split."""
 
-    def _cut(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
+    def cut_of(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
         if schedule is None:
             return None
         made = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
@@ -74,7 +74,7 @@ class Sm80Attention(BoundAttention):
         for build in (*_builds(self._request), *MERGES):
             load(build, build.archs[self._request.device.arch], index)
 
-    def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
+    def prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         arch, index = self._request.device.arch, of.q.device.index
         batch, query_len, num_heads, _ = of.q.shape
         (build,) = _builds(self._request.but(num_heads=num_heads))

@@ -57,21 +57,22 @@ class V4Attention(BoundAttention):
     def __init__(self, request: Request, table: tuple[Serves, ...] = BODIES) -> None:
         heads = request.num_heads or 0
         self._table = table
-        self._bodies = {body: _MADE[body](request) for body in {line.body for line in table if heads <= line.heads}}
+        offered: set[Body] = {line.body for line in table if heads <= line.heads}
+        self._bodies = {body: _MADE[body](request) for body in offered}
         super().__init__(request)
 
     def _load(self, index: int) -> None:
         """Each body loads its own."""
 
-    def _cut(self, schedule: DecodeSchedule) -> tuple[int, ...] | None:
+    def cut_of(self, schedule: DecodeSchedule) -> tuple[int, ...] | None:
         planned = self._bodies.get("sm80")
-        return None if planned is None else planned._cut(schedule)
+        return None if planned is None else planned.cut_of(schedule)
 
-    def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
+    def prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         batch, query_len, heads, _ = of.q.shape
         rows = self._request.device.num_sms if self._request.batch_invariant else batch * query_len
         keys = of.indices.shape[2] + (0 if of.extra_indices is None else of.extra_indices.shape[2])
-        return self._bodies[body_of(heads, rows, keys, self._table)]._prepared(of, cut)
+        return self._bodies[body_of(heads, rows, keys, self._table)].prepared(of, cut)
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
