@@ -10,8 +10,8 @@ libraries cannot be run this way. The compiler makes PTX for the older architect
 The result speaks of the numerics of that code path: shared memory and registers of the older device are checked when it is
 compiled (`ci/compile`), and its speed is not known from here.
 
-FILE is that of a run (docs/matrix.md) whose `target` is the older architecture: "its SM80 code ran on an H200". Times compare
-kernels on one chip, cut for its multiprocessors; they are of a device that no profile has, and so are never kept.
+FILE is that of a run (docs/dev/evidence.md) whose `target` is the older architecture: "its SM80 code ran on an H200". Times
+compare kernels on one chip, cut for its multiprocessors; they are of a device that no profile has, and so are never kept.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tolerance table of `mla_portable.problems` into docs/numerics.md.
+"""Write the tolerance table of `mla_portable.problems` into docs/dev/accuracy.md.
 
 python ci/tolerance_table.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mla_portable.conformance import tolerance_table_markdown
 
-PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
+PAGE = Path(__file__).parents[1] / "docs" / "dev" / "accuracy.md"
 BEGIN, END = "<!-- tolerances: begin -->\n", "<!-- tolerances: end -->"
 
 

@@ -58,8 +58,15 @@ SEAMS = {
     "vllm/utils/deep_gemm.py": ("_lazy_init", "mqa_logits_use_mx_scales"),
     "vllm/model_executor/models/deepseek_v2.py": ("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM", "Indexer"),
     "vllm/model_executor/models/deepseek_mtp.py": ("DeepSeekMTP",),
-    "vllm/models/glm5next/nvidia/sparse_indexer.py": ("SparseAttnIndexerKpool", "has_deep_gemm"),
-    "vllm/model_executor/layers/sparse_attn_indexer_kpool.py": ("SparseAttnIndexerKpool", "has_deep_gemm"),
+    "vllm/models/glm5next/nvidia/sparse_indexer.py": ("SparseAttnIndexerKpool", "has_deep_gemm", "pack_seq_triton"),
+    "vllm/model_executor/layers/sparse_attn_indexer_kpool.py": ("SparseAttnIndexerKpool", "has_deep_gemm", "pack_seq_triton"),
+    "vllm/models/glm5next/nvidia/ops/kpool_compress.py": (
+        "_fwht_quant_kernel",
+        "_kpool_softmax_rotate_write_cache_kernel",
+        "_kpool_decode_update_batched_kernel",
+    ),
+    "vllm/models/glm5next/common/attention.py": ("_pad_indexer_heads",),
+    "vllm/models/glm5next/nvidia/attention.py": ("_pad_indexer_heads",),
     "vllm/models/deepseek_v32/__init__.py": ("DeepseekV32ForCausalLM", "DeepseekV32MTP", "GlmMoeDsaForCausalLM"),
 }
 """Modules of the DSA indexer, and names in them that the plugin replaces or uses where they are."""

@@ -355,7 +355,7 @@ def test_planner_config_is_that_of_the_spec():
     config = SparseMLAAttention(spec, device="cpu", registry=REFERENCE).planner_config()
     assert {name: getattr(config, name) for name in changes} == changes and config.decode_threshold == 2
     both = {field.name for field in fields(AttentionSpec)} & {field.name for field in fields(PlannerConfig)}
-    assert both == changes.keys() | {"route"}
+    assert both == changes.keys() | {"route", "extra_topk"}, "a layer has one cache"
 
 
 def test_planner_config_follows_the_decoder():

@@ -173,7 +173,11 @@ def test_the_command_prints_a_table_for_each_primitive_and_layout():
 def test_every_candidate_of_a_case_has_a_line_in_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(Registry, "baselines", lambda self: Brought((decode_baseline(factor=1.0),)))
-    text = command("--primitive", "sparse_decode", "--layout", "bf16").stdout
+    words = ["--primitive", "sparse_decode", "--layout", "bf16"]
+    short = [line for line in command(*words).stdout.splitlines() if line.startswith("  B ")]
+    assert len(short) == 2 and all("reference.torch" in line and "other.v1" not in line for line in short)
+    assert [len(line.partition("reference.torch")[2].split()) for line in short] == [3, 3], "a time, the lead, the bound"
+    text = command(*words, "--all").stdout
     lines = [line.split() for line in text.splitlines()]
     ours = [words for words in lines if words[:1] == ["reference.torch"]]
     assert [len(words) for words in ours] == [3, 3], "a time and the lead over the baseline for each of two sizes"
@@ -209,7 +213,7 @@ def test_the_command_adds_times_to_a_run_and_draws_them(tmp_path):
 def test_the_command_fails_when_one_of_ours_is_wrong():
     spoiled = registry_with(("spoiled", Spoiled({"cache_write": WRONG["cache_write"]})), probe=False)
     done = command("--primitive", "cache_write", "--no-baselines", registry=spoiled, code=1)
-    assert "WRONG     cache_write fp8_ds_mla T 2" in done.stdout and "wrong" in done.stdout
+    assert "WRONG     cache_write fp8_ds_mla T 2  spoiled.torch" in done.stdout
 
 
 @pytest.mark.parametrize(

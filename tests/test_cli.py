@@ -122,7 +122,9 @@ WORDS = {
     "explain sparse_decode --heads x": "--heads must be an integer (got 'x')",
     "run --max-seconds x": "--max-seconds must be a number (got 'x')",
     "run --heads 10000": "--heads must be 1 to 512 (got 10000)",
-    "conform reference --level most": "--level: 'most' is not one of 'smoke'",
+    "conform reference --level most": "--level must be one of smoke, quick, full (got 'most')",
+    "bench engines nowhere.json.gz": "RUN must be a file that is there (got 'nowhere.json.gz')",
+    "matrix h2000": "DEVICE must be one of a10, a100-80g",
     "run --device cuda": "No CUDA device: this torch",
     "explain merge_states --device a100-40g": "Did you mean 'a100-80g'?",
     "matrix a100 --write": "DEVICE must be none beside --write",
@@ -476,6 +478,8 @@ def test_conform_fails_and_names_the_cases():
     assert failed == {"merge_states"} and answer["totals"]["passed"] > 0
     text = invoke(*words, registry=registry, code=1).stdout
     assert "FAILED merge_states[spoiled.torch" in text
+    whole = invoke(*words, "--all", registry=registry, code=1).stdout
+    assert whole.count("FAILED ") + whole.count("ERROR ") == answer["totals"]["failed"]
 
 
 def test_a_suite_that_ran_nothing_fails():
@@ -512,7 +516,8 @@ def test_the_page_names_every_option_and_invents_none():
     named = set(re.findall(r"--[a-z][a-z-]*", PAGE))
     missing = [(path, opts) for path, opts, _ in known if not named & set(opts)]
     assert len(known) > 60 and missing == []
-    assert named <= {"--help", "--no-"}.union(*(set(opts) | set(off) for _, opts, off in known))
+    engines = {"--enable-metrics", "--api-server-count"}
+    assert named - engines <= {"--help", "--no-"}.union(*(set(opts) | set(off) for _, opts, off in known))
 
 
 def test_help_and_page_give_the_defaults_that_hold():
@@ -556,3 +561,87 @@ def test_conform_names_what_did_not_run_once_for_each_reason():
     lines = invoke("conform", "acme", registry=registry_with(("acme", "fake_plugins.acme")), code=1).stdout.splitlines()
     (line,) = [line for line in lines if line.startswith("not run: ")]
     assert "acme.fused / sparse_decode" in line and line.endswith("vendor cpu (supports nvidia)")
+
+
+def test_conform_shows_a_line_for_each_implementation_unless_more_is_asked_for():
+    words = ["conform", "reference", "--level", "smoke", "--primitive", "merge_states"]
+    short, whole = invoke(*words).stdout, invoke(*words, "--all").stdout
+    (row,) = [line for line in short.splitlines() if line.startswith("  merge_states ")]
+    assert re.search(r"reference\.torch +\d+  out( cosine)? \d+%$", row.rstrip()) and "raised" not in short
+    rows = [line.split() for line in whole.splitlines() if line.startswith("  merge_states ")]
+    assert len(rows) == 4 and all(float(cells[-2]) <= float(cells[-1]) for cells in rows[1:])
+
+
+def examples() -> Iterator[tuple[list[str], str]]:
+    """The words that name a command, and each example in its help."""
+    from mla_portable.cli.app import COMMANDS
+    from mla_portable.cli.bench import EXAMPLES
+
+    for command, lines in COMMANDS.items():
+        yield from (([command.__name__], line) for line in lines)
+    for name, lines in EXAMPLES.items():
+        yield from ((["bench", name], line) for line in lines)
+
+
+def test_every_command_has_examples():
+    group = typer.main.get_command(app)
+    commands = {*group.commands, *(f"bench {name}" for name in group.commands["bench"].commands)} - {"bench"}
+    assert {" ".join(path) for path, _ in examples()} == commands
+
+
+@pytest.mark.parametrize(("path", "line"), list(examples()), ids=lambda value: value if isinstance(value, str) else "")
+def test_an_example_is_in_the_help_and_can_be_called(path, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run.json.gz", "serve.log"):
+        (tmp_path / name).touch()
+    words = line.split()
+    assert words[: len(path)] == path
+    assert f"mla-portable {line}" in " ".join(RUNNER.invoke(app, [*path, "--help"], env={"COLUMNS": "200"}).stdout.split())
+    command = typer.main.get_command(app)
+    for name in path:
+        command = command.commands[name]
+    command.make_context(line, words[len(path) :])  # raises for an option or a value that there is not
+
+
+# ---------------------------------------------------------------------- warm
+
+
+def test_warm_runs_what_engines_run_and_says_what_is_new_in_the_caches(tmp_path, monkeypatch):
+    from mla_portable.bench import warm as warming
+
+    triton, own = tmp_path / "triton", tmp_path / "own"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(triton))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    real = warming.SparseMLAAttention.forward
+
+    def compiling(self, *given, **named):
+        """As on a GPU: Triton and a plugin keep what they compile for the call."""
+        (triton / "ABC").mkdir(parents=True, exist_ok=True)
+        for name in ("decode_kernel.json", "__grp__decode_kernel.json", "decode_kernel.cubin"):
+            (triton / "ABC" / name).touch()
+        (own / "mla-portable" / "native").mkdir(parents=True, exist_ok=True)
+        (own / "mla-portable" / "native" / "0.image").touch()
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(warming.SparseMLAAttention, "forward", compiling)
+    words = ["warm", "--device", "cpu", "--heads", "2", "--layout", "fp8_ds_mla"]
+    answer = document(*words)
+    assert answer["ok"] and [each["path"] for each in answer["caches"]] == [str(triton), str(own / "mla-portable")]
+    assert [each["new"] for each in answer["caches"]] == [3, 1] and answer["caches"][0]["names"] == ["decode_kernel"]
+    ran = {each["what"]: each["served"] for each in answer["ran"]}
+    assert len(ran) == 4 and all("reference.torch" in served for served in ran.values())
+    assert {"indexer", "layer of 2 heads, fp8_ds_mla, pow2 scales", "layer of 2 heads, fp8_ds_mla, amax scales"} < {*ran}
+    text = invoke(*words).stdout
+    assert "0 new files" in text and f"{triton}: 3 files, 0 of them new" in text
+
+
+def test_warm_fails_where_nothing_serves():
+    registry = registry_with(("acme", "fake_plugins.acme"), environ={"MLA_PORTABLE_BACKEND_SPARSE_DECODE": "acme"})
+    words = ["warm", "--device", "cpu", "--heads", "2", "--layout", "bf16"]
+    answer = document(*words, registry=registry, code=1)
+    assert answer["ok"] is False and any("acme" in each["error"] for each in answer["ran"])
+
+
+@pytest.mark.parametrize("words", ["warm --layout fp4", "warm --heads 0", "warm --device cuda:99", "warm --device h200"])
+def test_warm_needs_a_device_that_is_here_and_known_names(words):
+    assert invoke(*words.split(), code=2).stderr.startswith("error: ")

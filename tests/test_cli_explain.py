@@ -68,6 +68,19 @@ def test_explain_route():
     assert "route: " in invoke("explain", "route", "--device", "cuda", registry=simulated()).stdout
 
 
+@pytest.mark.parametrize("device", ["h200", "a100", "bi-v150"])
+def test_explain_route_is_ten_lines_with_the_indexer(device, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    registry = Registry(environ={}, costs="measured")
+    words = ["explain", "route", "--device", device, "--layout", "bf16" if device == "bi-v150" else "fp8_ds_mla"]
+    lines = invoke(*words, registry=registry).stdout.splitlines()
+    indexer = document(*words, registry=registry)["indexer"]
+    assert len(lines) <= 10 and max(map(len, lines)) <= 80
+    (row,) = [line.split() for line in lines if line.startswith("  indexer ")]
+    assert row[1] == indexer["chosen"] and indexer["checked"] is False
+    assert ("DeepGEMM is not used" in " ".join(row)) == (device == "h200")
+
+
 def test_explain_route_names_every_part_once_with_its_reason():
     registry = Registry(environ={}, costs="measured")
     words = "explain route --device h200 --heads 16"
@@ -82,12 +95,16 @@ def test_explain_route_names_every_part_once_with_its_reason():
         (row,) = [line for line in table if re.split(r" {2,}", line.strip())[:2] == [part["role"], part["chosen"]]]
         assert row.partition(part["chosen"])[2].strip()
     small = next(line for line in table if line.startswith("  decode up to "))
-    assert "the fastest on record at that size" in small
+    assert re.search(r"[\d.]+ us \(\d+ rows\); verified in ", small)
     assert not any("sparse_decode:" in line for line in lines) and any("--all shows" in line for line in lines)
     whole = invoke(*words.split(), "--all", registry=registry).stdout
-    for title in ("convert (convert_indices): ", "decode (sparse_decode): ", "prefill (sparse_prefill): "):
+    titles = ["convert (convert_indices): ", "decode (sparse_decode): ", "prefill (sparse_prefill): "]
+    for title in (*titles, "indexer (indexer_select): "):
         assert whole.count(title) == 1
     assert re.search(r"decode up to \d+ rows \(sparse_decode\): ", whole) and whole.count("nvidia.flashmla_sm100") >= 3
+    for route in ("direct", "split", "fused", "upconvert"):
+        assert re.search(rf"^  {route} ", whole, re.MULTILINE)
+    assert "cost measured: 10 is the fastest" in whole
 
 
 def test_explain_names_a_device_that_is_not_here():

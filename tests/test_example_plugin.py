@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mla_portable.capability.profiles import load_profiles
 from mla_portable.contracts import Support
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +55,44 @@ def test_it_conforms(environment):
     report = mla_portable("conform", "acme", "--level", "smoke", env=environment)
     assert report["totals"]["passed"] > 0
     assert report["totals"]["failed"] == report["totals"]["skipped"] == 0
+
+
+def test_its_own_tests_pass_where_it_is_installed(environment):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(EXAMPLE),
+        str(EXAMPLE / "tests"),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_decode_that_reads_behind_a_row_is_found(environment, tmp_path):
+    """What the kernel reads but does not count may be NaN: without the adapter's care the probe refuses it."""
+    changed = tmp_path / "mla_portable_acme"
+    subprocess.run(["cp", "-r", str(Path(environment["PYTHONPATH"]) / "mla_portable_acme"), str(changed)], check=True)
+    adapter = changed / "sparse_decode.py"
+    text = adapter.read_text()
+    assert "torch.where(uncounted, compact[:, :1], compact)" in text
+    adapter.write_text(text.replace("torch.where(uncounted, compact[:, :1], compact)", "compact.masked_fill(uncounted, 0)"))
+    env = environment | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}
+    request = ["--heads", "16", "--topk", "128", "--layout", "bf16", "--lengths"]
+    answer = mla_portable("explain", "sparse_decode", *request, env=env)
+    assert answer["chosen"] == "reference.torch"
+    assert mla_portable("explain", "sparse_decode", *request, env=environment)["chosen"] == "acme.v1"
+    acme = next(c for c in answer["candidates"] if c["implementation"] == "acme.v1")
+    assert any("probe" in r["subject"] and "conform acme" in r["remedy"] for r in acme["reasons"])
+
+
+def test_its_profile_describes_the_device_that_its_detector_finds():
+    (profile,) = load_profiles(EXAMPLE / "acme/profiles").values()
+    assert profile.matches("Acme One") and profile.arch == "acme10" and profile.slug == "acme-1"
 
 
 def test_the_probe_finds_a_wrong_convention(environment, tmp_path):

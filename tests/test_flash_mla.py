@@ -438,6 +438,51 @@ def test_lmdeploy_decodes_quantised_pages():
     assert_statistic(lse.transpose(1, 2).flatten(0, 1), wanted.lse)
 
 
+def as_lmdeploy_pads(q: Tensor, sink: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Queries and sinks of `heads` heads; those that are not there have what memory may hold: NaN and infinity."""
+    wide = torch.full((*q.shape[:-2], heads, q.shape[-1]), float("nan"), dtype=q.dtype)
+    wide[..., q.shape[-2] + 1 :: 2, :] = INF
+    wide[..., : q.shape[-2], :] = q
+    return wide, torch.cat([sink, torch.full((heads - len(sink),), float("nan"))])
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_lmdeploy_decodes_v4_with_padded_heads(backend: str, compressed: bool):
+    """The compressed cache first, the window, a block for each request, as the second one; or the window as both, and a first
+    list of absent entries whose length is 0. A padded request of a graph attends to one key."""
+    window, window_rows = v4_cache(draw(48, 512, seed=1, spread=0.3), 16)
+    blocks, rows = v4_cache(draw(32, 512, seed=2, spread=0.3), 8) if compressed else (window, window_rows)
+    q, sink = draw(3, 1, 6, 512, seed=3).to(BF16), sinks(6, seed=4)
+    near = (torch.arange(16, dtype=INT32) + 16 * torch.arange(3, dtype=INT32)[:, None]).unsqueeze(1)
+    far = picked(3, 1, 64, below=32, seed=5, holes=0.0) if compressed else torch.full((3, 1, 64), -1, dtype=INT32)
+    lengths, extra_lengths = int32([64, 17, 1] if compressed else [0, 0, 0]), int32([16, 9, 1])
+    wide, wide_sink = as_lmdeploy_pads(q, sink, 64)
+    with mla_portable.use(backend):
+        out, _ = flash_mla.flash_mla_with_kvcache(
+            wide, k_cache=blocks, block_table=None, cache_seqlens=None, head_dim_v=512,
+            tile_scheduler_metadata=flash_mla.get_mla_metadata()[0], softmax_scale=0.05, causal=False, is_fp8_kvcache=True,
+            indices=far, attn_sink=wide_sink, extra_k_cache=window, extra_indices_in_kvcache=near,
+            topk_length=lengths, extra_topk_length=extra_lengths,
+        )  # fmt: skip
+    wanted = attend(q[:, 0], [(rows, far[:, 0], lengths), (window_rows, near[:, 0], extra_lengths)], 0.05, sink)
+    assert_out(out[:, 0, :6], wanted.out)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_lmdeploy_prefills_v4_over_flat_rows_with_padded_heads(backend: str):
+    """Rows of 512 of the window and of what is compressed, one after the other; lengths of each token."""
+    rows = draw(40, 512, seed=1, spread=0.3).to(BF16)
+    q, sink = draw(5, 6, 512, seed=2).to(BF16), sinks(6, seed=3)
+    indices, lengths = picked(5, 128, below=40, seed=4, holes=0.0), int32([128, 1, 60, 0, 3])
+    wide, wide_sink = as_lmdeploy_pads(q, sink, 64)
+    with mla_portable.use(backend):
+        found = flash_mla.flash_mla_sparse_fwd(
+            wide, rows.unsqueeze(1), indices.unsqueeze(1), sm_scale=0.05, attn_sink=wide_sink, topk_length=lengths
+        )
+    assert_out(found[0][:, :6], attend(q, [(rows, indices, lengths)], 0.05, sink).out)
+
+
 def test_lmdeploy_s_dense_decode_is_refused_with_words():
     with pytest.raises(InvalidArgument, match=r"indices: got None \(dense decode\).* needs FlashMLA itself \(SM90"):
         flash_mla.flash_mla_with_kvcache(

@@ -18,8 +18,8 @@ else:
 
 ROOT = Path(__file__).parents[1]
 NO_TORCH = "requirements-no-torch.txt"
-FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "matplotlib"}
-"""What the core imports and such an installation leaves alone. The last two are used where they are installed."""
+FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "matplotlib", "prometheus_client"}
+"""What the core imports and such an installation leaves alone. The last three are used where they are installed."""
 BESIDE_AN_ENGINE = ("bench", "capability", "cli", "conformance")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CLI = PROJECT["optional-dependencies"]["cli"]
@@ -91,9 +91,9 @@ def test_every_page_gives_the_same_command() -> None:
     plugins = sorted(path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "backends").glob("*/pyproject.toml"))
     assert command.startswith(f"pip install -r {NO_TORCH} && pip install --no-deps -e . ")
     assert sorted(re.findall(r"-e (backends/\w+)", command)) == plugins
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / ".github").rglob("*.yml")]
+    pages = [ROOT / "README.md", ROOT / "Dockerfile", *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.yml")]
     given = {path.name for path in pages if command in path.read_text()}
-    assert given >= {"README.md", "vllm.md", "iluvatar.md", "gpu.yml"}
+    assert given >= {"README.md", "Dockerfile", "deploy.md", "iluvatar.md", "gpu.yml"}
     other = [line for path in pages for line in path.read_text().splitlines() if "pip install --no-deps -e" in line]
     assert all(command in line for line in other), other
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (ROOT, ROOT / "docs", ROOT / "capability", *ROOT.glob("backends/*"), *ROOT.glob("examples/*"))
+FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs/dev", ROOT / "capability", *ROOT.glob("backends/*"), *ROOT.glob("examples/*"))
 PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md") if page.name != "MATRIX.md")
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 NOT_RUN = {
     r"\bpip (install|uninstall|wheel)\b|python3 -m venv": "installs or removes packages: ci/install and .ci/run do it",
+    r"\bcurl\b|serve\.log|^ray start": "needs a server, or several nodes",
     r"\bvllm serve\b|\bsglang\.launch_server\b|ci/gpu_vllm": "needs an engine and a GPU",
     r"^ci/(gpu|contribute)|--device cuda|--graph|conform nvidia": "needs a GPU",
     r"^mla-portable bench |\bmla-portable tune": "minutes on a CPU: tests/test_bench_command.py, tests/test_tune.py",
@@ -27,7 +28,7 @@ NOT_RUN = {
     r"^mla-portable run": "half a minute each: ci/main_job",
     r"\bacme\b|^mla-portable explain sparse_prefill": "needs the example plugin: tests/test_example_plugin.py",
     r"^git |matrix --write|ci/gates|ci/check_runs": "changes or judges the checkout: ci/gates.py",
-    r"^ci/lint|^pytest": "is run by .ci/run",
+    r"^ci/lint|^ci/site|^pytest": "is run by .ci/run",
     r"^export ": "sets a variable of the reader's shell",
 }
 """Commands that this test does not run, and why."""
@@ -108,6 +109,55 @@ def test_every_link_leads_somewhere() -> None:
             if not path.exists() or (anchor and anchor not in anchors(path)):
                 missing.append(f"{page.relative_to(ROOT)}: {target}")
     assert not missing
+
+
+def rank_times() -> dict[tuple[str, int], tuple[float, float]]:
+    """(row, heads) -> milliseconds of stock and of the plugin, from docs/vllm.md."""
+    table = re.search(r"^\| \| 16 heads, stock .*?\n\n", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    found: dict[tuple[str, int], tuple[float, float]] = {}
+    for line in table.group().strip().splitlines()[2:]:
+        name, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
+        numbers = [float(cell.replace(",", "")) for cell in cells]
+        short = re.sub(r"first token of | tokens, ms|a decode step of | requests?.*", "", name)
+        found[short, 16], found[short, 128] = (numbers[0], numbers[1]), (numbers[2], numbers[3])
+    return found
+
+
+def test_the_gain_in_the_readme_is_that_of_the_times() -> None:
+    times = rank_times()
+    text = (ROOT / "README.md").read_text()
+    columns = ["8 x 1,000", "2 x 4,000", "1 x 8,000", "1 x 16,000", "1", "16", "64"]
+    for heads, stated in re.findall(r"^\| (16|128) \(\w+ parallel 8\) \| ([\d. |]+) \|$", text, re.MULTILINE):
+        ratios = [times[name, int(heads)][1] / times[name, int(heads)][0] for name in columns]
+        assert stated.split(" | ") == [f"{ratio:.2f}" for ratio in ratios]
+    assert len(re.findall(r"^\| (?:16|128) \(\w+ parallel 8\)", text, re.MULTILINE)) == 2
+
+
+def test_the_set_ups_hold_the_weights() -> None:
+    """Of README's table: whole nodes of eight, filled to three quarters at most, and no smaller number of them is."""
+    memory = {"H200": 141, "H100 80 GB": 80, "A100 80 GB": 80, "L40S 48 GB": 48, "RTX 4090 24 GB": 24}
+    memory |= {"B200": 180, "RTX PRO 6000 96 GB": 96, "MI300X": 192, "BI-V150 32 GB": 32}
+    stated = re.findall(r"^\| ([\w\- ]+?) \| (\d+)(?:;[^|]*)? \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in stated] == list(memory)
+    for name, number in stated:
+        assert int(number) == next(gpus for gpus in range(8, 999, 8) if 0.75 * gpus * memory[name] >= 671), name
+
+
+def test_the_arithmetic_of_fitting() -> None:
+    """docs/deploy.md: weights per GPU, and bytes of the cache."""
+    text = (ROOT / "docs/deploy.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| (\d+) billion \| (\d+) GB \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 3
+    for parameters, weights, each in rows:
+        assert parameters == weights
+        shares = [float(cell) for cell in re.findall(r"([\d.]+) GB", each)]
+        assert all(abs(share - int(weights) / gpus) <= 0.5 for share, gpus in zip(shares, (8, 16, 24, 40), strict=True))
+    products = re.findall(r"(\d+) x \(([\d,]+) \+ 132\) = ([\d,]+) \| ([\d.]+) GB", text)
+    assert len(products) == 4
+    for layers, row, total, context in products:
+        own = int(layers) * (int(row.replace(",", "")) + 132)
+        assert f"{own:,}" == total and f"{own * 131072 / 1e9:.1f}" == context
 
 
 def messages(tree: ast.AST) -> Iterator[str]:

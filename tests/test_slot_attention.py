@@ -11,8 +11,10 @@ import torch
 from attention_steps import BLOCK, BLOCKS, HEADS, REFERENCE, SPEC, TOPK
 from machines import H200
 from recorder import Recorder, registry_of
+from torch import Tensor
 
-from mla_portable.attention import SlotAttention, UnsupportedRoute
+from mla_portable import cache_write, sparse_prefill
+from mla_portable.attention import SlotAttention, SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import SPLIT_KV, InvalidArgument
 from mla_portable.contracts.share import ContextShare
 from mla_portable.layouts import LAYOUTS
@@ -169,3 +171,82 @@ def test_refusals_say_what_is_wrong():
             attention.forward(q.half(), cache, slots, softmax_scale=1.0, decodes=decodes)
         with pytest.raises(InvalidArgument, match="lengths"):
             attention.forward(q, cache, slots, softmax_scale=1.0, decodes=decodes, lengths=lengths[:2])
+
+
+TWO = replace(SLOTS, kv_layout="fp8_v4", extra_topk=TOPK + 4, extra_block_size=2, attn_sink=True)
+
+
+def two_caches(num_tokens: int, seed: int = 4) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """q, two caches of fp8_v4 with blocks of another size, a list of each, and how many entries of each list there are."""
+    g, row = torch.Generator().manual_seed(seed), LAYOUTS["fp8_v4"]
+    caches, lists, lengths = [], [], []
+    for block, width in ((BLOCK, TOPK), (2, TOPK + 4)):
+        cache = torch.full((BLOCKS, block, row.row_width), 0xFF, dtype=torch.uint8)
+        latent = torch.randn(BLOCKS * block, row.value_width, generator=g).bfloat16()
+        every = torch.arange(BLOCKS * block)
+        cache_write(latent, latent[:, :0], cache, every, scale_format="pow2", backend="reference")
+        count = torch.randint(0, width + 1, (num_tokens,), generator=g, dtype=torch.int32)
+        slots = torch.stack([torch.randperm(len(every), generator=g)[:width] for _ in range(num_tokens)]).to(torch.int32)
+        slots[torch.arange(width) >= count.unsqueeze(1)] = -1
+        caches.append(cache)
+        lists.append(slots)
+        lengths.append(count)
+    return torch.randn(num_tokens, HEADS, row.key_width, generator=g).bfloat16(), caches, lists, lengths
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("with_lengths", [False, True], ids=["", "lengths"])
+@pytest.mark.parametrize("decodes", [True, False], ids=["decode", "prefill"])
+def test_rows_attend_to_both_caches(decodes: bool, with_lengths: bool, backend: str):
+    attention = SlotAttention(TWO, device="cpu", registry=REFERENCE if backend == "reference" else PORTABLE, backend=backend)
+    q, caches, lists, lengths = two_caches(5)
+    sink, out = torch.linspace(-2, 2, HEADS), torch.full_like(q, torch.nan)
+    given = lengths if with_lengths else [None, None]
+    got = attention.forward(
+        q,
+        caches[0],
+        lists[0],
+        softmax_scale=0.06,
+        decodes=decodes,
+        lengths=given[0],
+        attn_sink=sink,
+        extra_kv_cache=caches[1],
+        extra_slots=lists[1],
+        extra_lengths=given[1],
+        out=out,
+    )
+    second = {"extra_kv_cache": caches[1], "extra_indices": lists[1], "backend": "reference"}
+    wanted, _ = sparse_prefill(q, caches[0], lists[0], softmax_scale=0.06, attn_sink=sink, **second)
+    assert got is out
+    torch.testing.assert_close(out, wanted, rtol=1e-2, atol=8e-3)
+
+
+def test_lists_of_another_width_have_a_schedule_of_their_own():
+    plugin = Recorder(support={"extra_cache": True, "kv_layouts": ("fp8_v4",)}, schedule_kind=SPLIT_KV)
+    attention = recorded(plugin, kv_layout="fp8_v4", extra_topk=16, extra_block_size=2)
+    q, caches, lists, _ = two_caches(3)
+    for width in (16, 8, 16):
+        second = {"extra_kv_cache": caches[1], "extra_slots": lists[1][:, :width]}
+        attention.forward(q, caches[0], lists[0], softmax_scale=0.06, decodes=True, **second)
+    schedules = [kwargs["schedule"] for _, _, kwargs in plugin.calls]
+    assert [schedule.extra_topk for schedule in schedules] == [16, 8, 16] and schedules[0] is schedules[2]
+
+
+def test_a_second_cache_is_there_where_the_spec_says_so():
+    q, caches, lists, lengths = two_caches(2)
+    two = SlotAttention(TWO, device="cpu", registry=REFERENCE, backend="reference")
+    one = SlotAttention(
+        replace(TWO, extra_topk=0, extra_block_size=None), device="cpu", registry=REFERENCE, backend="reference"
+    )
+    second = {"extra_kv_cache": caches[1], "extra_slots": lists[1]}
+    for attention, given in ((two, {}), (one, second)):
+        with pytest.raises(InvalidArgument, match="extra_kv_cache"):
+            attention.forward(q, caches[0], lists[0], softmax_scale=0.06, decodes=True, **given)
+    with pytest.raises(InvalidArgument, match="extra_lengths"):
+        two.forward(q, caches[0], lists[0], softmax_scale=0.06, decodes=True, lengths=lengths[0], **second)
+    with pytest.raises(InvalidArgument, match="extra_topk"):
+        replace(TWO, extra_block_size=None)
+    with pytest.raises(InvalidArgument, match="extra_topk"):
+        replace(TWO, attn_sink=False, need_lse=True, share=ContextShare(2, 0))
+    with pytest.raises(InvalidArgument, match="extra_topk"):
+        SparseMLAAttention(TWO, device="cpu", registry=REFERENCE)

@@ -38,8 +38,8 @@ MAY_IMPORT = {
     "vllm": MIDDLE | {"deep_gemm", "engine"},
     "capability": LOW | {"primitives", "problems", "registry"},
     "conformance": MIDDLE,
-    "bench": MIDDLE | {"capability"},
-    "cli": MIDDLE | {"bench", "capability", "conformance", "sglang", "vllm"},
+    "bench": MIDDLE | {"capability", "engine"},
+    "cli": MIDDLE | {"bench", "capability", "conformance", "engine", "sglang", "vllm"},
     "__init__": MIDDLE,
     "__main__": {"cli"},
 }

@@ -142,6 +142,46 @@ print(json.dumps({k.__name__: {p.name: p.do_not_specialize for p in k.params if 
     assert specialised == ["scale_log2"]
 
 
+def test_what_is_compiled_ahead_has_the_name_that_a_call_looks_for(tmp_path: Path) -> None:
+    """Triton's cache names a compilation by its source, attributes and options; nothing is compiled here."""
+    script = """
+import torch, triton, triton.compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from mla_portable_triton import aot
+from mla_portable_triton.kernels import convert_indices as file
+
+class Elsewhere:
+    get_current_device = get_current_stream = lambda self, *_: 0
+    get_current_target = lambda self: GPUTarget("cuda", 80, 32)
+
+class Asked(Exception): pass
+
+found = []
+def ask(source, target=None, options=None, **_):
+    backend = triton.compiler.make_backend(target)
+    found.append((source.hash(), target, backend.parse_options(dict(options)).hash()))
+    raise Asked
+
+driver.set_active(Elsewhere())
+triton.compile = triton.compiler.compile = ask
+def asked(call):
+    try: call()
+    except Asked: pass
+
+asked(lambda: aot.compile_variant(file.aot_variants("sm80")[0], "sm80"))
+topk, table = torch.zeros(8, 2048, dtype=torch.int32), torch.zeros(2, 40, dtype=torch.int32)
+rows = torch.zeros(8, dtype=torch.int32)
+config = file.config_for(file.CONFIGS, "sm80")
+given = dict(block_size=64, last_slot=2559, compact=False, config=config)
+asked(lambda: file.launch(topk.clone(), rows.clone(), topk, rows, table, None, None, **given))
+ahead, called = found
+assert ahead == called, (ahead, called)
+"""
+    run = python("-c", script, cache=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
 def test_e4m3_is_encoded_natively_where_that_saturates(tmp_path: Path) -> None:
     script = """
 import sys, triton

@@ -33,7 +33,7 @@ FLOAT8 = {"float8e4nv", "float8e5"}
 
 
 def breaches(source: str) -> list[str]:
-    """What Triton 2.1 would not accept; the rules are in docs/iluvatar.md. A float8 type may stand behind `if ..NATIVE:`."""
+    """What Triton 2.1 would not accept (rules: docs/dev/iluvatar.md). A float8 type may stand behind `if ..NATIVE:`."""
     found: list[str] = []
     tree = ast.parse(source)
     native = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test).endswith("NATIVE")]

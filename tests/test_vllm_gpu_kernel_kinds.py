@@ -51,6 +51,18 @@ NAMES = {
         "indexer_logits_prefill",
         "prefill_kernel",
         "topk_select",
+        "_fwht_quant_kernel",
+        "_kpool_decode_update_batched_kernel",
+        "_expand_pools_and_append_tail_kernel",
+    ),
+    "linear attention": (
+        "chunk_kda_scaled_dot_kkt_fwd_kernel_intra_sub_inter",
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+        "kda_gate_cumsum_fwd_kernel",
+        "_causal_conv1d_update_kernel",
+        "merge_16x16_to_64x64_inverse_kernel",
+        "_scatter_states_kernel",
+        "recompute_w_u_fwd_kernel",
     ),
     "other GEMMs": (
         "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT",

@@ -119,7 +119,7 @@ def test_tokens_over_keys_of_each_head_are_counted(kit: Any):
 
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
-    several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.other_models()]
+    several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.rank_flash(), *kit.jobs.other_models()]
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -265,7 +265,7 @@ def test_nobody_measures_while_an_engine_starts(kit: Any, tmp_path: Path):
 def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
-    names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "other_models")
+    names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "rank_flash", "other_models")
     lists = [getattr(kit.jobs, each) for each in names]
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
@@ -452,6 +452,42 @@ def test_a_rank_has_the_weights_of_one_of_eight_gpus(kit: Any, tmp_path: Path):
         assert layers == 61 and 78e9 < weights < 95e9, "beside 12 GiB of cache on 141 GB"
 
 
+def test_a_rank_of_glm_flash_has_the_weights_of_one_of_four_gpus(kit: Any, tmp_path: Path):
+    """The real model's fields, and as many bytes of experts as 72 in FP8."""
+    (heads,) = {job.heads for job in kit.jobs.rank_flash()}
+    kit.checkpoint.write_model(tmp_path, f"rankflash{heads}")
+    config = json.loads((tmp_path / f"rankflash{heads}" / "config.json").read_text())
+    hidden, layers, queries = config["hidden_size"], config["num_hidden_layers"], config["q_lora_rank"]
+    assert (hidden, layers, queries, heads * 4) == (4096, 45, 1536, 64)
+    assert (config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"], config["index_kpool"]) == (
+        256,
+        0,
+        256,
+        4,
+    )
+    sparse = [number for number, kind in enumerate(config["layer_types"]) if kind != "linear_attention"]
+    assert sparse == list(range(3, layers, 4)) and len(sparse) == 11
+    experts = (config["n_routed_experts"] + 1) * 3 * hidden * config["moe_intermediate_size"]
+    assert config["n_routed_experts"] == 288 // 4 // 2
+    width = config["linear_num_heads"] * config["linear_head_dim"]
+    linear = hidden * (4 * width + 2 * 128 + config["linear_num_heads"]) + 2 * 128 * width
+    attention = hidden * (queries + 512 + heads * 256) + queries * heads * 256 + 512 * heads * 512
+    weights = 2 * (experts * (layers - 1) + linear * (layers - 11) + attention * 11)
+    assert 80e9 < weights < 90e9, "beside 12 GiB of cache on 141 GB"
+
+
+def test_a_rank_that_stock_does_not_serve_is_timed_alone(kit: Any):
+    ran = run_of(kit, "rankflash16-plugin", **rank_result(305.0))
+    stock = next(job for job in kit.jobs.rank_flash() if job.name == "rankflash16-stock")
+    assert (stock.who, stock.kv) == ("choice", "auto")
+    for error, passed in (("ValueError: No valid attention backend found for NVIDIA H200", None), ("exit 1", False)):
+        both = ran | {stock.name: kit.judge.Done(stock, {}, error)}
+        lines = list(kit.judge.rank(both))
+        assert {line.passed for line in lines if line.name == stock.name} == {passed}
+        times = [line for line in lines if line.name == "rankflash16-plugin"]
+        assert (len(times) > 1) is (passed is None) and ("stock" in times[0].found) is False
+
+
 def test_each_rank_is_timed_alone_and_a_head_count_is_chosen_by_name(kit: Any):
     names = [job.name for job in kit.jobs.rank()]
     assert names == ["rank16-plugin", "rank16-stock", "rank128-plugin", "rank128-stock"]
@@ -573,12 +609,34 @@ def test_other_models_are_compared_with_stock_where_it_has_the_cache(kit: Any):
     ran = run_of(kit, "glm53-choice-bf16-eager", texts, served="") | run_of(kit, "glm53-plugin-bf16-eager", texts)
     ran |= run_of(kit, "glm53-triton-fp8-eager", texts) | run_of(kit, "glm53-plugin-fp8-graphs", far)
     ran |= run_of(kit, "glm53-sm89-bf16-eager", texts, served="")
-    ran |= run_of(kit, "glm53-sm80-stop", refused=["type fp8e4nv not supported in this architecture"])
+    ran |= run_of(kit, "glm53-sm80-off", refused=["type fp8e4nv not supported in this architecture"])
     lines = {line.name: line for line in kit.judge.other_models(ran, planned)}
     assert lines["glm53-plugin-bf16-eager"].passed and "glm53-choice-bf16-eager" in lines["glm53-plugin-bf16-eager"].found
     assert (
         lines["glm53-plugin-fp8-graphs"].passed is False and "glm53-triton-fp8-eager" in lines["glm53-plugin-fp8-graphs"].found
     )
     assert lines["glm53-choice-bf16-eager"].passed is None and lines["glm53-sm89-bf16-eager"].passed is False
-    assert lines["glm53-sm80-stop"].passed and lines["hyv4-plugin-fp8-eager"].passed is False
+    assert lines["glm53-sm80-off"].passed and lines["hyv4-plugin-fp8-eager"].passed is False
     assert len(lines) == len(planned)
+
+
+def test_a_stock_engine_that_vllm_has_no_backend_for_is_no_failure(kit: Any):
+    """Its own words say so; any other error counts, and so does one of the plugin's."""
+    name, ours = "glm53-choice-bf16-eager", "glm53-plugin-bf16-eager"
+    planned, none = kit.jobs.other_models(), "ValueError: No valid attention backend found for NVIDIA H200"
+    for failed, error, passed in ((name, none, None), (name, "RuntimeError: out of memory", False), (ours, none, False)):
+        job = next(job for job in planned if job.name == failed)
+        done = kit.judge.Done(job, {}, error)
+        lines = {line.name: line for line in kit.judge.other_models({failed: done}, planned)}
+        assert lines[failed].passed is passed
+
+
+def test_older_gpus_are_rehearsed_with_both_models_and_both_caches(kit: Any):
+    names = {job.name for job in kit.jobs.other_models()}
+    cells = {f"{model}-{arch}-{kv}-eager" for model in ("glm53", "hyv4") for arch in ("sm80", "sm89") for kv in ("bf16", "fp8")}
+    assert cells <= names and {"glm53-sm89-fp8-graphs", "hyv4-sm80-bf16-graphs", "glm53-sm80-off"} <= names
+    for job in kit.jobs.other_models():
+        assert job.arguments["kernel_config"] == {"enable_jit_warmup": False}
+        linear = {"kda_prefill_backend": "triton"} if job.name.startswith("glm53") else None
+        assert job.arguments.get("additional_config") == linear
+        assert bool(job.rehearsal) == (job.who in ("sm80", "sm89"))

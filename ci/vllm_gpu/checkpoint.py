@@ -215,7 +215,8 @@ def write_model(folder: Path, name: str) -> None:
     """Write the checkpoint `name` below a folder: `dense`, or what it is and its heads.
 
     heads16: a small model. drafts16: with a layer that drafts. rank16: one GPU's share of the whole model, without weights.
-    nope16, sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4 (`other_models`).
+    nope16, sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4 (`other_models`). rankflash16: as rank16, of the
+    first of them.
     """
     import other_models
 
@@ -225,6 +226,9 @@ def write_model(folder: Path, name: str) -> None:
         write_dense_config(to)
     elif kind == "rank":
         write_rank_config(to, int(heads))
+    elif kind == "rankflash":
+        to.mkdir(parents=True, exist_ok=True)
+        (to / "config.json").write_text(json.dumps(other_models.glm_rank_config(int(heads)), indent=1))
     else:
         drafts = {"num_nextn_predict_layers": 1}
         config, make = {

@@ -43,7 +43,25 @@ def start(job: Job, checkpoints: Path) -> Any:
     """The engine."""
     from vllm import LLM
 
+    connect_without_tilelang()
     return LLM(**arguments(job, checkpoints))
+
+
+def connect_without_tilelang() -> bool:
+    """Let hyper-connections (GLM-5.3-Flash) run in plain torch where TileLang is missing, as vLLM does on another platform.
+
+    On CUDA vLLM has no such way: it stops at the first step. Returns: whether that was changed.
+    """
+    try:
+        from vllm.model_executor.layers import mhc
+        from vllm.utils.import_utils import has_tilelang
+    except ImportError:  # vLLM before it had either
+        return False
+    if has_tilelang():
+        return False
+    for operator in (mhc.MHCPreOp, mhc.MHCPostOp, mhc.MHCFusedPostPreOp):
+        operator.forward_cuda = operator.forward_hip
+    return True
 
 
 def run_prompts(llm: Any, lengths: list[int], tokens: list[int]) -> list[dict[str, Any]]:

@@ -227,24 +227,37 @@ def _rehearsed_refusals() -> Iterator[Job]:
 
 OTHER_MODELS: Final = {"glm53": ("nope16", "choice"), "hyv4": ("sinks16", "stock")}
 """Name -> checkpoint, and the key of WHO for the stock engine: for head size 512 each version has another backend."""
+_IN_TRITON: Final = {"additional_config": {"kda_prefill_backend": "triton"}}
+"""GLM-5.3-Flash's linear attention by the same kernels on every GPU, so that engines differ in sparse attention alone."""
+
+
+_WITHOUT_WARMUP: Final = {"kernel_config": {"enable_jit_warmup": False}}
+"""Kernels are compiled when they are called: GLM-5.3-Flash's warm-up imports TileLang, which a small installation lacks."""
 
 
 def other_models() -> list[Job]:
     """GLM-5.3-Flash and hy_v4 (vLLM 0.30 and later): stock, the plugin, Triton alone, and as on older GPUs.
 
-    Stock has no cache of GLM-5.3-Flash in fp8_ds_mla before 0.32. On an A100 its k-pool kernels of vLLM stop.
+    Everything eagerly; in graphs the plugin with both caches, and each older GPU with one. Those that others are compared with
+    come first. Stock has no cache of GLM-5.3-Flash in fp8_ds_mla before 0.32.
     """
     found: list[Job] = []
-    for name, (model, stock) in OTHER_MODELS.items():
+    eager = [(who, kv, "eager") for who in ("stock", "triton", "plugin", "sm89", "sm80") for kv in KV_DTYPES]
+    graphs = [("plugin", kv, "graphs") for kv in KV_DTYPES]
+    graphs += [("sm89", "fp8_ds_mla", "graphs"), ("sm80", "auto", "graphs")]
+    for (role, kv, mode), (name, (model, stock)) in product((*eager, *graphs), OTHER_MODELS.items()):
+        who = stock if role == "stock" else role
+        if (name, role, kv) == ("glm53", "stock", "fp8_ds_mla"):
+            continue
         options = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": 1, "model": model}
-        for kv, mode, who in product(KV_DTYPES, ("eager", "graphs"), (stock, "plugin", "triton", "sm89", "sm80")):
-            if name == "glm53" and (who, kv) in (("choice", "fp8_ds_mla"), ("sm80", kv)):
-                continue
-            given: dict[str, Any] = {"options": options, "rehearsal": REHEARSALS.get(who, {}), "seconds": 300}
-            cell = f"{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
-            found.append(Job(f"{name}-{who}-{cell}", "generate", who, kv, 16, mode, **given))
+        arguments = {**_WITHOUT_WARMUP, **(_IN_TRITON if name == "glm53" else {})}
+        given: dict[str, Any] = {"arguments": arguments, "options": options, "seconds": 300}
+        cell = f"{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
+        rehearsal = REHEARSALS.get(who, {})
+        found.append(Job(f"{name}-{who}-{cell}", "generate", who, kv, 16, mode, rehearsal=rehearsal, **given))
     stop: dict[str, Any] = {"options": {"says": "fp8e4nv", "model": "nope16"}, "rehearsal": REHEARSALS["sm80"]}
-    return [*found, Job("glm53-sm80-stop", "refuse", "sm80", "auto", 16, seconds=300, **stop)]
+    stop |= {"environ": {"MLA_PORTABLE_VLLM_INDEXER": "off"}, "arguments": {**_WITHOUT_WARMUP, **_IN_TRITON}, "seconds": 300}
+    return [*found, Job("glm53-sm80-off", "refuse", "sm80", "auto", 16, **stop)]
 
 
 def load() -> list[Job]:
@@ -276,21 +289,35 @@ RANK_HEADS: Final = (16, 128)
 
 
 def rank() -> list[Job]:
-    """One GPU's share of DeepSeek-V3.2 on eight, 61 layers: the plugin and stock by default, each alone on a GPU of 141 GB.
+    """One GPU's share of DeepSeek-V3.2 on eight, 61 layers: the plugin and stock by default, each alone on a GPU of 141 GB."""
+    return [job for heads in RANK_HEADS for job in _ranks(f"rank{heads}", heads, "fp8_ds_mla", "stock", _RANK)]
 
-    A prompt of 16,000 tokens takes two steps, all others one. Decodes have a context of 3,000 tokens.
+
+def rank_flash() -> list[Job]:
+    """One GPU's share of GLM-5.3-Flash on four (vLLM 0.30 and later), 45 layers of which 11 are sparse MLA, BF16 cache.
+
+    Stock chooses its backend, which differs between versions. Sequences may not be longer than those of the other ranks.
     """
+    arguments = {**_RANK, **_WITHOUT_WARMUP}
+    return _ranks("rankflash16", 16, "auto", "choice", arguments)
+
+
+_RANK: Final[dict[str, Any]] = {
+    "load_format": "dummy",
+    "max_model_len": 16_384,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 8192,
+    "kv_cache_memory_bytes": 12 << 30,
+}
+
+
+def _ranks(model: str, heads: int, kv: str, stock: str, arguments: dict[str, Any]) -> list[Job]:
+    """A prompt of 16,000 tokens takes two steps, all others one. Decodes have a context of 3,000 tokens."""
     first = ((16, 128), (8, 1000), (4, 2000), (2, 4000), (1, 8000), (1, 16_000))
     decodes = [{"batch": batch, "prompt": 3000, "tokens": 200} for batch in (1, 16, 64)]
-    options = {"by_default": True, "first": first, "profiled": ((1, 8000), (4, 2000)), "decodes": decodes}
-    arguments = {"load_format": "dummy", "max_model_len": 16_384, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
-    arguments |= {"kv_cache_memory_bytes": 12 << 30}
-    return [
-        Job(f"rank{heads}-{who}", "rank", who, heads=heads, mode="graphs", arguments=arguments, seconds=240, options=each)
-        for heads in RANK_HEADS
-        for each in [{**options, "model": f"rank{heads}"}]
-        for who in ("plugin", "stock")
-    ]
+    options = {"by_default": True, "first": first, "profiled": ((1, 8000), (4, 2000)), "decodes": decodes, "model": model}
+    more: dict[str, Any] = {"heads": heads, "mode": "graphs", "arguments": arguments, "seconds": 240, "options": options}
+    return [Job(f"{model}-{role}", "rank", who, kv, **more) for role, who in (("plugin", "plugin"), ("stock", stock))]
 
 
 def features() -> list[Job]:

@@ -26,7 +26,7 @@ from checkpoint import LAYERS
 TOLERANCE: Final = 0.1
 """Log-probabilities of two correct implementations differ by no more where nothing is selected away."""
 LONG_LIMIT: Final = 0.5
-"""Of long prompts: 1.5 times the largest difference at 12,909 tokens of 46 correct runs (docs/vllm-testing.md)."""
+"""Of long prompts: 1.5 times the largest difference at 12,909 tokens of 46 correct runs (docs/dev/vllm-testing.md)."""
 SHADOW_LIMIT: Final = 1e-2
 
 STEP_LIMIT: Final = 1.03
@@ -35,6 +35,9 @@ PROMPT_LIMIT: Final = 1.02
 """Of prompts, in units of stock's."""
 UNKNOWN_LIMIT: Final = 0.02
 """Of a layer's GPU time: what kernels may take that `kernel_kinds` does not know."""
+
+_NO_STOCK: Final = ("No valid attention backend", "is not valid for this configuration", "requires DeepGEMM")
+"""What vLLM says where none of its own backends, or not its indexer, can serve a model."""
 
 _SHORT: Final = {"longest": jobs.TOPK}
 _LONG: Final = {"shortest": jobs.TOPK + 1}
@@ -320,7 +323,10 @@ def features(ran: Ran) -> Iterator[Line]:
 
 
 def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
-    """Each engine against stock's eager one; where stock has no such cache, against that of Triton's kernels alone."""
+    """Each engine against stock's eager one; where stock has no such cache, against that of Triton's kernels alone.
+
+    Where vLLM has no backend of its own for the model, because a package is missing, that is said and does not count.
+    """
     for job in planned:
         if job.task == "refuse":
             if job.name in ran:
@@ -332,13 +338,20 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
         against = next((each for each in known if _runs(ran, each)), "")
         runs = _runs(ran, job.name)
         if not runs:
-            yield Line(job.name, "did not finish", False)
+            yield _unfinished(job.name, ran.get(job.name), is_stock=job.who == stock)
         elif job.name == against:
             yield Line(job.name, "what the others are compared with", None)
         else:
             compared = compare(_runs(ran, against)[0], runs[0])
             ours = job.who == stock or bool(ran[job.name].served)
             yield Line(job.name, f"against {against}: {compared}", compared.is_close and ours)
+
+
+def _unfinished(name: str, done: Done | None, *, is_stock: bool) -> Line:
+    """A job without a result: that fails, unless it is stock's and vLLM says that it has nothing for the model here."""
+    if done is not None and is_stock and any(text in done.error for text in _NO_STOCK):
+        return Line(name, f"stock does not serve it here: {done.error}", None)
+    return Line(name, "did not finish", False)
 
 
 def _beside_stock(ran: Ran) -> Iterator[tuple[str, Done, Done]]:
@@ -385,7 +398,11 @@ def rank(ran: Ran) -> Iterator[Line]:
     """
     for name, done in ran.items():
         stock = ran.get(name.replace("-plugin", "-stock")) if done.job.who == "plugin" else None
-        if not done.result or (stock is not None and not stock.result):
+        alone = stock is not None and _unfinished(name, stock, is_stock=True).passed is None
+        if not done.result:
+            yield _unfinished(name, done, is_stock=done.job.who != "plugin")
+            continue
+        if stock is not None and not stock.result and not alone:
             yield Line(name, "did not finish", False)
             continue
         theirs = stock.result if stock is not None else {}

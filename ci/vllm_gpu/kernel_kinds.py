@@ -15,13 +15,18 @@ from checkpoint import LATENT
 
 LATENT_ROWS, PER_HEAD, INDEXER = "attention over latent rows", "attention over per-head keys", "indexer scores and selection"
 ABSORB, GEMM, MOE = "absorb and up-projection GEMMs", "other GEMMs", "MoE"
+LINEAR = "linear attention"
 REST, UNKNOWN = "the rest", "unknown"
-KINDS: Final = (LATENT_ROWS, PER_HEAD, INDEXER, ABSORB, GEMM, MOE, REST, UNKNOWN)
+KINDS: Final = (LATENT_ROWS, PER_HEAD, INDEXER, ABSORB, GEMM, MOE, LINEAR, REST, UNKNOWN)
 
 _NAMES: Final = tuple(
     (kind, re.compile("|".join(patterns), re.IGNORECASE))
     for kind, patterns in (
         (MOE, ("moe", "grouped_?topk", "topk_?gating", "expert")),
+        # GLM-5.3-Flash: between its sparse layers, and the indexer of its pools of keys
+        (LINEAR, ("kda_|flashkda|gated_delta|delta_rule|chunk_(fwd|gla|local|scaled|kda)|causal_conv1d|solve_tril",)),
+        (LINEAR, ("recompute_w_u|l2norm|(gather_initial|scatter)_states|_inverse_kernel|layer_norm_gated|fused_post_conv",)),
+        (INDEXER, ("kpool|fwht|expand_pools",)),
         # FlashAttention 3 over latent rows: values are 512 wide, which follows the tile's sizes
         (LATENT_ROWS, (r"FlashAttn.*C<\d+> ?>, ?512\b", "splitkv_mla", "mla_combine", "mla_metadata")),
         (LATENT_ROWS, ("sparse_(decode|prefill|attn|attention|fwd)", "merge_splits", "concat_?mla_?q", "convert_(req_)?ind")),
@@ -34,7 +39,7 @@ _NAMES: Final = tuple(
         (GEMM, ("nvjet", "gemm", "gemv", "cublas", "split_?k_?reduce", "xmma", "s16816")),
         (REST, ("at::native", "elementwise", "norm", "rotary", "rope", "act_and_mul", "silu", "cub::", "CatArray")),
         (REST, ("memcpy", "memset", "cache", "gather_upconvert", "slot_mapping", "embedding", "fill", "copy")),
-        (REST, ("^triton_", "^_(prepare|compute)_")),
+        (REST, ("^triton_", "^_(prepare|compute)_", "mhc_", "hc_prenorm")),
     )
 )
 """In the order in which they are tried. Rows that are gathered out of the cache may serve either attention."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
-    ci/gpu_vllm [FOLDER] [--indexer | --features | --load | --prompts | --rank | --tensor-parallel | --context-parallel GPUS]
+    ci/gpu_vllm [FOLDER] [--indexer | --other-models | --features | --load | --prompts | --rank | --rank-flash |
+                --tensor-parallel | --context-parallel GPUS]
                 [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--commit COMMIT]]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
@@ -39,6 +40,7 @@ from jobs import (
     other_models,
     prompts,
     rank,
+    rank_flash,
     tensor_parallel,
 )
 from judge import Done
@@ -112,7 +114,8 @@ def rank_times(ran: Mapping[str, Done], engine: str) -> list[EngineTime]:
     def add(done: Done, quantity: Literal["first_token", "decode", "layer"], step: str, us: float, kernels: str = "") -> None:
         requests, tokens = map(int, step.split(" x "))
         given = {"quantity": quantity, "requests": requests, "tokens": tokens, "kernels": kernels, "us": round(us, 2)}
-        found.append(EngineTime.model_validate({"engine": engine, "backend": done.job.who, "heads": done.job.heads, **given}))
+        backend = "plugin" if done.job.who == "plugin" else "stock"
+        found.append(EngineTime.model_validate({"engine": engine, "backend": backend, "heads": done.job.heads, **given}))
 
     for done in ran.values():
         if done.job.task != "rank" or not done.result:
@@ -145,6 +148,7 @@ def main(words: Sequence[str] | None = None) -> int:
         action="store_true",
         help="one GPU's share of the whole model (94 GB) beside stock by default; --only rank16 or rank128 for one head count",
     )
+    other.add_argument("--rank-flash", action="store_true", help="the same of GLM-5.3-Flash (86 GB), from 0.30 on")
     other.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
     other.add_argument(
         "--context-parallel", type=int, choices=CONTEXT_PARALLEL, metavar="GPUS", help="GPUs that share sequences against one"
@@ -152,7 +156,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="add the results to the file of a run (docs/matrix.md)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add the results to a run (docs/dev/evidence.md)")
     parser.add_argument("--commit", help="of the code that runs, for --record where git is not there to say it")
     args, begin = parser.parse_args(words), time.monotonic()
     out, end = args.folder.resolve(), begin + args.budget
@@ -172,6 +176,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "load": (load, judge.load),
         "prompts": (prompts, judge.prompts),
         "rank": (rank, judge.rank),
+        "rank_flash": (rank_flash, judge.rank),
         "agreement": (agreement, lambda done: judge.agreement(done, todo, out)),
     }
     asked = next((name for name in suites if getattr(args, name, None)), "agreement")
@@ -184,7 +189,7 @@ def main(words: Sequence[str] | None = None) -> int:
         checkpoint.write_model(checkpoints, model)
 
     parallel = len(todo) if asked in ("load", "prompts") else args.parallel  # what is timed takes turns
-    if asked == "rank":
+    if asked in ("rank", "rank_flash"):
         parallel = 1  # a GPU holds one
     ran = run(todo, out, checkpoints, parallel=parallel, end=end)
     lines = list(judged(ran))
@@ -198,7 +203,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"\n{text}", flush=True)
     if args.record:
         suite = asked.replace("_", " ") + (f" {args.context_parallel}" if args.context_parallel else "")
-        times = rank_times(ran, f"vllm {metadata.version('vllm')}")
+        model = ", GLM-5.3-Flash" if asked == "rank_flash" else ""
+        times = rank_times(ran, f"vllm {metadata.version('vllm')}{model}")
         record(args.record, f"{suite}, only {args.only}" if args.only else suite, lines, times, args.commit)
     return int(bool(failed or left_out))
 

@@ -88,6 +88,28 @@ def glm_config(heads: int) -> dict[str, Any]:
     }
 
 
+def glm_rank_config(heads: int) -> dict[str, Any]:
+    """Of what one of four GPUs holds of GLM-5.3-Flash: all 45 layers of the real widths, about 86 GB in BF16.
+
+    36 experts in BF16 have the bytes of its 72 in FP8. Of the seven that serve a token two are on a GPU.
+    """
+    layers = 45
+    return glm_config(heads) | {
+        "num_hidden_layers": layers,
+        "hidden_size": 4096,
+        "q_lora_rank": 1536,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 36,
+        "num_experts_per_tok": 2,
+        "vocab_size": 16_384,
+        "linear_num_heads": 16,
+        "indexer_types": ["full"] * layers,
+        "layer_types": ["deepseek_sparse_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)],
+        "mlp_layer_types": ["dense"] + ["sparse"] * (layers - 1),
+    }
+
+
 def glm_tensors(heads: int) -> dict[str, Tensor]:
     """Every parameter."""
     weights = Weights()
@@ -174,9 +196,6 @@ def hy_tensors(heads: int) -> dict[str, Tensor]:
         weights.linear(f"{layer}.self_attn.linear_gate", heads * value, HIDDEN)
         weights.rest(layer)
         for part in ("attn", "mlp"):
-            mixed = f"{layer}.hc_{part}_layer.hc_pre.hc_"
-            _connection(weights, mixed, 2 * _STREAMS, 2)
-            weights.found[f"{mixed}fn.weight"] = weights.found.pop(f"{mixed}fn")
+            _connection(weights, f"{layer}.hc_{part}_layer.hc_pre.hc_", 2 * _STREAMS, 2)
     _connection(weights, "model.hc_head.hc_head_", _STREAMS, 1)
-    weights.found["model.hc_head.hc_head_fn.weight"] = weights.found.pop("model.hc_head.hc_head_fn")
     return weights.end()

@@ -73,7 +73,15 @@ def install(loaded: Path, *, arch: str = "", hidden: Sequence[str] = (), refusin
 
 
 def report(gpu: OlderGPU) -> None:
-    """torch and NVML report what `gpu` does."""
+    """torch and vLLM's NVML report what `gpu` does."""
+    report_to_torch(gpu)
+    nvml = import_module("vllm.third_party.pynvml")
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: list(gpu.capability)
+    nvml.nvmlDeviceGetName = lambda handle: gpu.name
+
+
+def report_to_torch(gpu: OlderGPU) -> None:
+    """torch reports what `gpu` does."""
     read = torch.cuda.get_device_properties
     block, multiprocessor = gpu.shared_memory
     older: dict[str, Any] = {"name": gpu.name, "major": gpu.capability[0], "minor": gpu.capability[1]}
@@ -84,9 +92,6 @@ def report(gpu: OlderGPU) -> None:
         return SimpleNamespace(**{name: getattr(found, name) for name in dir(found) if not name.startswith("_")} | older)
 
     torch.cuda.get_device_properties = properties  # torch.cuda.get_device_capability and get_device_name ask it
-    nvml = import_module("vllm.third_party.pynvml")
-    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: list(gpu.capability)
-    nvml.nvmlDeviceGetName = lambda handle: gpu.name
 
 
 def compile_for(gpu: OlderGPU, loaded: Path) -> None:

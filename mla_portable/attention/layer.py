@@ -78,6 +78,9 @@ class SparseMLAAttention:
         """
         if not isinstance(spec, AttentionSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument("SparseMLAAttention", "spec", got=describe(spec), expected="an AttentionSpec")
+        if spec.extra_topk:
+            remedy = "A SlotAttention attends to two caches."
+            refuse("SparseMLAAttention", "spec.extra_topk", spec.extra_topk, "0: a layer has one cache", remedy)
         self.spec, self._layout = spec, spec.layout
         self.device = device_of("SparseMLAAttention", device)
         if registry is not None:

@@ -71,6 +71,8 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
         "uneven_blocks": not spec.contiguous_blocks,
     }
     in_place = {**attention, "nope": spec.nope}
+    if spec.extra_topk:
+        in_place |= {"extra_topk": spec.extra_topk, "extra_block_size": spec.extra_block_size}
     # a small deployment is served by who is fast at its size, where that was measured
     rows = spec.max_num_reqs * spec.decode_query_len
     decode = Request(SPARSE_DECODE, **in_place, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph)

@@ -5,13 +5,16 @@ Nothing is converted, gathered or planned: every token is a row with its own lis
 sparse_decode with a schedule of their number. Rows of prefills, and more rows than the spec allows, go through sparse_prefill
 on the cache itself, or through sparse_decode where nothing else reads the cache in place. Nothing is promised about slots: the
 implementations check each of them.
+
+With `spec.extra_topk` each call has a second cache and a second list (DeepSeek-V4: a sliding window and compressed tokens).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +34,9 @@ from mla_portable.contracts import (
     neutral_defaults,
 )
 from mla_portable.contracts.primitive import F, Primitive
-from mla_portable.contracts.values import check_type, device_of, refuse
+from mla_portable.contracts.values import check_type, describe, device_of, refuse
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparsePrefill
+from mla_portable.primitives._second_cache import second_cache
 from mla_portable.primitives.sparse_decode import check as check_decode
 from mla_portable.primitives.sparse_prefill import check as check_prefill
 from mla_portable.registry import Registry, get_registry
@@ -45,9 +49,24 @@ class _Bound(Generic[F]):
     plain: F
     skipping: F | None
 
-    def take(self, lengths: Tensor | None) -> tuple[F, Tensor | None]:
-        """What serves a call, and the lengths that it is given."""
-        return (self.plain, None) if lengths is None or self.skipping is None else (self.skipping, lengths)
+    def take(self, lengths: Tensor | None, more: _Second) -> tuple[F, Tensor | None, Mapping[str, Tensor | None]]:
+        """What serves a call, the lengths that it is given, and its keywords for a second cache."""
+        if lengths is None or self.skipping is None:
+            return self.plain, None, second_cache(more.cache, more.slots, None)
+        return self.skipping, lengths, second_cache(more.cache, more.slots, more.lengths)
+
+
+class _Second(NamedTuple):
+    """The second cache of a call; None three times where there is none."""
+
+    cache: Tensor | None
+    slots: Tensor | None
+    lengths: Tensor | None
+
+    def tokens(self) -> _Second:
+        """For sparse_decode: every row is a batch row of one token."""
+        slots, lengths = (None if each is None else each.unsqueeze(1) for each in self[1:])
+        return _Second(self.cache, slots, lengths)
 
 
 def choose_slot_route(spec: AttentionSpec, device: DeviceFacts, registry: LayerRegistry) -> RouteDecision:
@@ -104,40 +123,55 @@ class SlotAttention:
         self._prefill: _Bound[SparsePrefill] | None = None
         if verdict.route == "direct":
             self._prefill = _bound(prefill, SPARSE_PREFILL, demand)
-        self._planner = self._schedule_planner(decoding, demand)
-        self._schedules: dict[int, DecodeSchedule] = {}
-
-    def _schedule_planner(self, decoding: list[RoutePart], demand: LayerRegistry) -> SchedulePlanner | None:
         decoder = demand.chosen(decoding[-1].decision) if decoding else None
-        if decoder is None or decoder.schedule_kind is None:
-            return None
-        spec, request = self.spec, decoding[-1].decision.request
-        limits = ScheduleLimits(
+        self._kind = decoder.schedule_kind if decoder else None
+        self._limits = ScheduleLimits(
             device=self.device,
             num_heads=spec.num_heads,
             topk=spec.topk,
+            extra_topk=spec.extra_topk,
             max_num_rows=spec.max_num_reqs,
             num_sms=self.facts.num_sms,
             arch=self.facts.arch,
             max_scratch_bytes=spec.max_scratch_bytes,
             batch_invariant=spec.batch_invariant,
-            request=demand.configured(decoder, request),
+            request=demand.configured(decoder, decoding[-1].decision.request) if decoder else None,
         )
+        self._planners: dict[tuple[int, int], SchedulePlanner] = {}
+        self._schedules: dict[tuple[int, int, int], DecodeSchedule] = {}
         with neutral_defaults():
-            return decoder.schedule_kind.planner(limits)
+            self._planner(spec.topk, spec.extra_topk)
+            # what is not asked for is written all the same
+            self._lse = torch.empty((spec.max_num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
+
+    def _planner(self, topk: int, extra_topk: int) -> SchedulePlanner | None:
+        """Of the schedules for lists of these widths; None where nothing takes a schedule."""
+        if self._kind is None:
+            return None
+        if (topk, extra_topk) not in self._planners:
+            self._planners[topk, extra_topk] = self._kind.planner(replace(self._limits, topk=topk, extra_topk=extra_topk))
+        return self._planners[topk, extra_topk]
 
     def explain(self) -> str:
         """What serves decode and prefill rows, with the reasons against the others."""
         return self.route_decision.text()
 
-    def prepare(self, num_rows: int) -> None:
+    def prepare(self, num_rows: int, topk: int | None = None, extra_topk: int | None = None) -> None:
         """Make the schedule of a decode batch of so many rows; outside of graph capture, before the first layer of the step.
 
         Numbers that no schedule is made for are passed over. A shape that was prepared before costs a look-up.
+
+        Args:
+            topk, extra_topk: widths of the batch's lists where they are not the spec's. New widths allocate scratch.
         """
-        if self._planner is not None and 0 < num_rows <= self.spec.max_num_reqs and num_rows not in self._schedules:
-            with neutral_defaults():
-                self._schedules[num_rows] = self._planner.get(num_rows, 1)
+        widths = topk or self.spec.topk, self.spec.extra_topk if extra_topk is None else extra_topk
+        shape = (num_rows, *widths)
+        if not 0 < num_rows <= self.spec.max_num_reqs or shape in self._schedules:
+            return
+        with neutral_defaults():
+            planner = self._planner(*widths)
+            if planner is not None:
+                self._schedules[shape] = planner.get(num_rows, 1)
 
     def forward(
         self,
@@ -149,6 +183,10 @@ class SlotAttention:
         decodes: bool,
         lengths: Tensor | None = None,
         attn_sink: Tensor | None = None,
+        extra_kv_cache: Tensor | None = None,
+        extra_slots: Tensor | None = None,
+        extra_lengths: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attention of rows over the slots that they name.
 
@@ -159,11 +197,19 @@ class SlotAttention:
             softmax_scale: factor on q.k. decodes: the rows are a decode batch, one to a few tokens of each request.
             lengths: [T] int32: from there on every slot of a row is absent. Implementations that are faster for it read only so
                 many; the others read all. None where that is not known. attn_sink: [H] float32, where `spec.attn_sink`.
-        Returns: [T, H, V] bf16, fresh. A row without a valid slot has zeros.
+            extra_kv_cache, extra_slots, extra_lengths: where `spec.extra_topk`, a second paged cache of the layout, its slots
+                [T, E] int32, E up to that, and [T] int32 as `lengths`, given where those are. A row attends to both lists.
+            out: [T, H, V] bf16, written; it overlaps no input. None for a fresh one.
+        Returns: `out`. A row without a valid slot has zeros.
         Raises: InvalidArgument before anything runs.
         Graph-safe for decode batches that were prepared: no look-up in the registry and no read-back.
         """
-        num_tokens = q.shape[0]
+        num_tokens, second = q.shape[0], _Second(extra_kv_cache, extra_slots, extra_lengths)
+        if (extra_kv_cache is None) == bool(self.spec.extra_topk):
+            given = "None" if extra_kv_cache is None else "a tensor"
+            refuse("SlotAttention", "extra_kv_cache", given, f"what spec.extra_topk = {self.spec.extra_topk} says")
+        if (lengths is None) != (extra_lengths is None) and extra_kv_cache is not None:
+            refuse("SlotAttention", "extra_lengths", describe(extra_lengths), "given where `lengths` are, and only there")
         layout, block_size = self.spec.layout, self.spec.block_size
         decodes = decodes and num_tokens <= self.spec.max_num_reqs
         paged = layout.is_quantized or kv.shape[0] % block_size == 0
@@ -173,26 +219,48 @@ class SlotAttention:
                     "SlotAttention", "kv", f"{kv.shape[0]} rows", f"a multiple of {block_size}: sparse_decode serves all rows"
                 )
             cache = kv if layout.is_quantized else kv.view(-1, block_size, layout.row_width)
-            return self._decode(q, cache, slots, softmax_scale, lengths, attn_sink)
-        check_prefill(q, kv, slots, softmax_scale, lengths, attn_sink, None, None, None, None, None)
+            return self._decode(q, cache, slots, softmax_scale, lengths, attn_sink, second, out)
+        lse = self._lse_of(num_tokens)
+        check_prefill(q, kv, slots, softmax_scale, lengths, attn_sink, *second, out, lse)
         self._check_sink(attn_sink)
-        call, lengths = self._prefill.take(lengths)
-        out = self._empty(q)
+        call, lengths, more = self._prefill.take(lengths, second)
+        out = self._empty(q) if out is None else out
         if num_tokens:
-            call(q, kv, slots, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink, out=out)
+            call(
+                q,
+                kv,
+                slots,
+                softmax_scale=softmax_scale,
+                lengths=lengths,
+                attn_sink=attn_sink,
+                out=out,
+                lse_out=lse,
+                **more,
+            )
         return out
 
     def _decode(
-        self, q: Tensor, cache: Tensor, slots: Tensor, scale: float, lengths: Tensor | None, attn_sink: Tensor | None
+        self,
+        q: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+        scale: float,
+        lengths: Tensor | None,
+        attn_sink: Tensor | None,
+        second: _Second,
+        out: Tensor | None,
     ) -> Tensor:
-        num_rows = q.shape[0]
-        schedule = self._schedule(num_rows)
-        rows, indices = q.unsqueeze(1), slots.unsqueeze(1)
+        num_rows, extra_topk = q.shape[0], 0 if second.slots is None else second.slots.shape[-1]
+        schedule = self._schedule(num_rows, slots.shape[-1], extra_topk)
+        rows, indices, second = q.unsqueeze(1), slots.unsqueeze(1), second.tokens()
         counts = None if lengths is None else lengths.unsqueeze(1)
-        check_decode(rows, cache, indices, scale, counts, attn_sink, None, None, None, schedule, None, None)
+        lse = self._lse_of(num_rows)
+        lse_out = None if lse is None else lse.unsqueeze(1)
+        written = None if out is None else out.unsqueeze(1)
+        check_decode(rows, cache, indices, scale, counts, attn_sink, *second, schedule, written, lse_out)
         self._check_sink(attn_sink)
-        call, counts = self._decoders[bisect_left(self._most_rows, num_rows)].take(counts)
-        out = self._empty(q)
+        call, counts, more = self._decoders[bisect_left(self._most_rows, num_rows)].take(counts, second)
+        out = self._empty(q) if out is None else out
         if num_rows:
             call(
                 rows,
@@ -203,18 +271,24 @@ class SlotAttention:
                 attn_sink=attn_sink,
                 schedule=schedule,
                 out=out.unsqueeze(1),
+                lse_out=lse_out,
+                **more,
             )
         return out
 
-    def _schedule(self, num_rows: int) -> DecodeSchedule | None:
+    def _schedule(self, num_rows: int, topk: int, extra_topk: int) -> DecodeSchedule | None:
         """That of a decode batch; None where the implementation takes none, or makes one for the call alone."""
-        if self._planner is None or not 0 < num_rows <= self.spec.max_num_reqs:
+        if self._kind is None or not 0 < num_rows <= self.spec.max_num_reqs:
             return None
-        schedule = self._schedules.get(num_rows)
+        schedule = self._schedules.get((num_rows, topk, extra_topk))
         if schedule is None and not self._accelerator.is_capturing():
-            self.prepare(num_rows)
-            schedule = self._schedules[num_rows]
+            self.prepare(num_rows, topk, extra_topk)
+            schedule = self._schedules[num_rows, topk, extra_topk]
         return schedule
+
+    def _lse_of(self, num_rows: int) -> Tensor | None:
+        """Scratch for so many rows; None where they are more than the spec's, and the call allocates."""
+        return self._lse[:num_rows] if num_rows <= self.spec.max_num_tokens else None
 
     def _check_sink(self, attn_sink: Tensor | None) -> None:
         if attn_sink is not None and not self.spec.attn_sink:
@@ -229,4 +303,5 @@ def _bound(part: RoutePart, primitive: Primitive[F], demand: LayerRegistry) -> _
     """What a part's decision chose, for calls without lengths and, where it skips missing keys, with them."""
     request = part.decision.request.of(primitive)
     skips = skips_missing_keys(demand.chosen(part.decision))
-    return _Bound(demand.bind(request), demand.bind(request.but(lengths=True)) if skips else None)
+    with_lengths = request.but(lengths=True, extra_lengths=request.extra_cache)
+    return _Bound(demand.bind(request), demand.bind(with_lengths) if skips else None)

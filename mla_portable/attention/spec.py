@@ -50,6 +50,8 @@ class AttentionSpec:
         nope: queries and new keys have no rotary part, over a quantised layout whose rows have one: it is written as zeros and
             not read. Routes that gather rows for attention are passed over. Rows without scales come in a layout of their own.
         max_scratch_bytes: bound on the split-KV scratch.
+        extra_topk, extra_block_size: of a second cache of the same layout (`extra_kv_cache`), both or neither: the greatest
+            width of the list that names its slots, and tokens in its blocks. `SlotAttention` alone has one.
         share: what the cache holds of each sequence: all of it, or the share of one rank of decode context parallelism. Then
             `num_heads` are the heads of the ranks that share it together, as each computes all of them over its own keys, and
             `forward` gives a partial result: `merge_states` of the ranks' outputs and lses is the whole. Sequence lengths,
@@ -79,6 +81,8 @@ class AttentionSpec:
     nope: bool = False
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     share: ContextShare = WHOLE
+    extra_topk: int = 0
+    extra_block_size: int | None = None
 
     def __post_init__(self) -> None:
         where = "AttentionSpec"
@@ -95,10 +99,16 @@ class AttentionSpec:
         if self.nope and not (self.layout.is_quantized and self.layout.rope_width):
             expected = "False: only quantised rows with a rotary part are read without it"
             raise InvalidArgument(where, "nope", got=f"True for {self.kv_layout}", expected=expected)
+        if self.extra_topk < 0 or (self.extra_block_size is None) != (self.extra_topk == 0):
+            got, expected = f"{self.extra_topk}, blocks of {self.extra_block_size}", "0 and None, or both at least 1"
+            raise InvalidArgument(where, "extra_topk", got=got, expected=expected)
         if not isinstance(self.share, ContextShare):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(where, "share", got=describe(self.share), expected="a ContextShare")
         if self.share.size > 1 and not self.need_lse:
             raise InvalidArgument(where, "need_lse", got=False, expected="True: partial results are merged by their lse")
+        if self.share.size > 1 and self.extra_topk:
+            expected = "0: how the ranks of a ContextShare would share a second cache is not defined"
+            raise InvalidArgument(where, "extra_topk", got=self.extra_topk, expected=expected)
         if self.share.size > 1 and self.attn_sink:
             expected = "False: every rank of a ContextShare would count the sink"
             raise InvalidArgument(where, "attn_sink", got=True, expected=expected)

@@ -113,11 +113,17 @@ def all_profiles(records: Path | None = None) -> dict[str, Profile]:
 
 
 def profile_named(name: str, profiles: Mapping[str, Profile]) -> Profile:
-    """The profile with that slug, or the only one whose slug starts so. Raises: RecordError with the nearest ones."""
+    """The profile with that slug, the only one whose slug starts so, or that of the device that drivers call so.
+
+    Raises: RecordError with the nearest ones.
+    """
     slug = name.lower()
     starting = [each for each in profiles if each.startswith(slug)]
     if slug in profiles or len(starting) == 1:
         return profiles[slug if slug in profiles else starting[0]]
+    reported = next((each for each in profiles.values() if each.matches(name)), None)
+    if reported is not None:
+        return reported
     near = starting or get_close_matches(slug, profiles, n=3)
     question = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(profiles)}"
     raise RecordError(f"device {name!r}", f"no profile of that name; {question}")
@@ -154,5 +160,6 @@ def profile_of(device_name: str, profiles: Mapping[str, Profile]) -> Profile:
     found = [profile for profile in profiles.values() if profile.matches(device_name)]
     if len(found) != 1:
         which = f"{len(found)} profiles match: {', '.join(p.slug for p in found)}" if found else "no profile matches"
-        raise RecordError(f"device {device_name!r}", f"{which}; add or correct one in capability/profiles (docs/matrix.md)")
+        remedy = "add or correct one in capability/profiles (docs/dev/evidence.md)"
+        raise RecordError(f"device {device_name!r}", f"{which}; {remedy}")
     return found[0]

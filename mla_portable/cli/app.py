@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -15,9 +15,25 @@ from mla_portable.cli.explain import explain
 from mla_portable.cli.failures import Commands
 from mla_portable.cli.kernels import tune
 from mla_portable.cli.matrix import matrix
+from mla_portable.cli.options import in_help
 from mla_portable.cli.process import guarded
 from mla_portable.cli.step import run
+from mla_portable.cli.warm import warm
 
+COMMANDS: Final = {
+    doctor: ("doctor", "doctor --all", "doctor --engine http://localhost:8000", "doctor --engine serve.log --json"),
+    explain: (
+        "explain route --tp 8",
+        "explain route --device a100 --all",
+        "explain sparse_decode --heads 64 --layout bf16 --rows 128",
+    ),
+    matrix: ("matrix", "matrix h200", "matrix a100 --json"),
+    run: ("run", "run --device cuda --heads 16 --kv-layout bf16", "run --backend sparse_decode=reference --all"),
+    conform: ("conform triton --level smoke", "conform nvidia --primitive sparse_decode --out run.json.gz --jobs 4"),
+    tune: ("tune --primitive sparse_decode --heads 16", "tune --out tuned.json"),
+    warm: ("warm", "warm --heads 16 --heads 128 --layout fp8_ds_mla"),
+}
+"""The commands, and what they can be called with; `bench` has its own."""
 app = typer.Typer(
     name="mla-portable",
     cls=Commands,
@@ -27,8 +43,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (doctor, explain, matrix, run, conform, tune):
-    app.command()(_command)
+for _command, _examples in COMMANDS.items():
+    app.command(epilog=in_help(_examples))(_command)
 app.add_typer(bench, name="bench")
 
 

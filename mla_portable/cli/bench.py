@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | prompts | costs | engines | plot`: what kernels and prompts take here; times of a run."""
+"""`mla-portable bench kernels | prompts | costs | engines | page | plot`: what kernels and prompts take here; times of runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,20 +11,38 @@ import typer
 
 from mla_portable.cli.failures import Commands
 from mla_portable.cli.kernels import kernels
-from mla_portable.cli.options import JsonOption, check_name, check_writable, numbers
+from mla_portable.cli.options import JsonOption, check_name, check_writable, in_help, numbers
 from mla_portable.cli.output import command
 from mla_portable.cli.prompts import prompts
 
 bench = typer.Typer(cls=Commands, help="Time kernels on this machine, or use the times of a run.")
-bench.command()(kernels)
-bench.command()(prompts)
+EXAMPLES = {
+    "kernels": (
+        "bench kernels --primitive sparse_decode --heads 16 --rows 1,16,128",
+        "bench kernels --backend triton --all --out run.json.gz",
+    ),
+    "prompts": ("bench prompts --heads 16,128", "bench prompts --layout bf16 --head-dims 192,64,256"),
+    "costs": ("bench costs run.json.gz --backend nvidia",),
+    "engines": ("bench engines run.json.gz",),
+    "page": ("bench page", "bench page --write"),
+    "plot": ("bench plot run.json.gz decode.svg --primitive sparse_decode --heads 16",),
+}
+
+
+def _command(function: Callable[..., None]) -> Callable[..., None]:
+    name = function.__name__
+    return bench.command(name, epilog=in_help(EXAMPLES[name]))(function)
+
+
+_command(kernels)
+_command(prompts)
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A file that `bench kernels --out` wrote.", exists=True, dir_okay=False)
 ]
 
 
-@bench.command()
+@_command
 def costs(
     run: RunArgument,
     backend: Annotated[
@@ -52,7 +71,7 @@ def costs(
         output.text(costs_text(found))
 
 
-@bench.command()
+@_command
 def engines(run: RunArgument, as_json: JsonOption = False) -> None:
     """Print the times of engines in a run as tables in Markdown: first tokens, decode steps, GPU time by kind of kernel."""
     with command(as_json=as_json, doing="reading the run") as output:
@@ -70,7 +89,35 @@ def engines(run: RunArgument, as_json: JsonOption = False) -> None:
         output.text(engine_tables(read))
 
 
-@bench.command()
+@_command
+def page(
+    write: Annotated[
+        bool, typer.Option("--write", help="Write docs/benchmarks.md and its pictures. Default: print the page.")
+    ] = False,
+    records: Annotated[
+        Path | None,
+        typer.Option("--records", metavar="DIR", help="The runs DIR/<release>/*.json.gz. Default: of this checkout."),
+    ] = None,
+) -> None:
+    """Make the page of benchmarks from runs: engines, kernels beside baselines, prompts, the indexer."""
+    with command(as_json=False, doing="reading runs") as output:
+        from mla_portable.bench.page import PAGE, benchmark_pages
+        from mla_portable.capability.matrix import records_folder
+
+        folder = records_folder(records)
+        pages = benchmark_pages(folder)
+        if not write:
+            output.text(pages[PAGE])
+            return
+        docs = folder.parent / "docs"
+        if not docs.is_dir():
+            raise typer.BadParameter(f"there is no {docs}; the page belongs to a checkout", param_hint="--write")
+        for name, text in pages.items():
+            (docs / name).write_text(text, encoding="utf-8")
+        output.note(f"written: {', '.join(pages)}")
+
+
+@_command
 def plot(
     run: RunArgument,
     out: Annotated[Path, typer.Argument(help="The picture: .svg, .png or .pdf.", dir_okay=False)],

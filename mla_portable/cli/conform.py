@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 from rich.console import RenderableType
@@ -22,6 +22,7 @@ from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
     from mla_portable.conformance import CaseResult, Report
+    from mla_portable.conformance.report import Worst
 
 
 def conform(
@@ -40,6 +41,9 @@ def conform(
     out: OutOption = None,
     who: WhoOption = None,
     commit: CommitOption = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show the largest error of every quantity, and every failing case.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run the conformance suite, its cases generated from what the backend declares, against a float64 oracle.
@@ -76,39 +80,53 @@ def conform(
         if as_json:
             output.document({"command": "conform", **report.as_dict()})
         else:
-            output.show(*_for_a_person(report))
+            output.show(*_for_a_person(report, every=every))
         if not report.ok:
             raise typer.Exit(EXIT_FAILED)
 
 
-def _for_a_person(report: Report) -> list[RenderableType]:
+_MOST_CASES: Final = 10
+"""Failing cases that are shown without --all."""
+
+
+def _for_a_person(report: Report, *, every: bool = False) -> list[RenderableType]:
     from mla_portable.contracts import Verdict
     from mla_portable.contracts.decision import grouped
 
-    counts = [
-        [str(primitive), name, str(count["passed"]), str(count["failed"]), str(count["error"])]
-        for (name, primitive), count in report.counts().items()
-    ]
-    worst = [
-        [str(row.primitive), row.implementation, row.quantity, f"{row.error:.2e}", f"{row.tolerance:.2e}"]
-        for row in report.worst()
-    ]
+    worst = report.worst()
+    closest: dict[tuple[str, str], Worst] = {}
+    for row in worst:
+        key = row.implementation, str(row.primitive)
+        if key not in closest or row.share > closest[key].share:
+            closest[key] = row
+    all_passed = report.ok
+    rows: list[list[str]] = []
+    for (name, primitive), count in report.counts().items():
+        numbers = [count["passed"]] if all_passed else [count["passed"], count["failed"], count["error"]]
+        row = closest.get((name, str(primitive)))
+        near = "exact" if row is None else f"{row.quantity} {row.share:.0%}"
+        rows.append([str(primitive), name, *map(str, numbers), near])
     shown: list[RenderableType] = [
         hanging("device", str(report.device)),
         hanging("suite", f"{report.backend}, level {report.level}"),
         "",
     ]
-    ends = ["passed", "failed", "raised"]
-    if counts:
-        shown += [columns(["primitive", "implementation", *ends], counts, numbers=ends), ""]
-    if worst:
+    ends = ["passed"] if all_passed else ["passed", "failed", "raised"]
+    if rows:
+        shown += [columns(["primitive", "implementation", *ends, "largest error, of its tolerance"], rows, numbers=ends), ""]
+    if worst and every:
         headings = ["primitive", "implementation", "quantity", "largest error", "tolerance"]
-        shown += [columns(headings, worst, numbers=headings[3:]), ""]
+        errors = [
+            [str(row.primitive), row.implementation, row.quantity, f"{row.error:.1e}", f"{row.tolerance:.1e}"] for row in worst
+        ]
+        shown += [columns(headings, errors, numbers=headings[3:]), ""]
     left_out = [Verdict(f"{each.implementation} / {each.primitive}", each.reasons, 0) for each in report.unavailable]
     shown += [f"not run: {line}" for line in grouped(left_out)]
     bad = [result for result in report.results if result.status != "passed"]
-    for result in bad:
+    for result in bad if every else bad[:_MOST_CASES]:
         shown += [f"{result.status.upper()} {result.case.id}", *(f"    {line}" for line in result.message.splitlines())]
+    if len(bad) > _MOST_CASES and not every:
+        shown.append(f"{len(bad) - _MOST_CASES} more failing cases: --all shows them, --out keeps them in a file")
     shown += report.common()
     total = f"{len(report.results)} cases, {report.seconds:.1f} s of work: {report.passed} passed, {report.failed} failed."
     shown.append(total if report.results else f"{total} No test case applied to this device.")

@@ -162,8 +162,8 @@ def _plugin_problems(registry: Registry) -> Iterator[Problem]:
             dist = report.distribution or report.module
             yield Problem(
                 f"the plugin {report.name} ({dist} {report.version}) {report.trouble}",
-                f"install its missing dependency, install another version of {dist}, or uninstall it; "
-                "--verbose shows the traceback",
+                f"see the traceback with --verbose; then install what is missing, another version of {dist}, or uninstall it; "
+                "in a plugin of your own, correct the line that it names",
                 broken=True,
             )
 

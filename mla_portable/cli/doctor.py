@@ -26,13 +26,27 @@ def doctor(
     device: DeviceOption = None,
     every: Annotated[bool, typer.Option("--all", help="List every implementation, with its probe.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the tracebacks of plugins that did not load.")] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="URL|FILE",
+            help="Examine an engine that runs, and nothing else: the URL of a vLLM or SGLang server, or the file of its log.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Examine devices, plugins and policy, probe every implementation, and say how to fix each problem.
 
     Exit code 1 when a selected backend is broken: the policy names one that did not load or fails its probe, or
-    nothing can serve some primitive.
+    nothing can serve some primitive. With --engine, when the plugin does not serve there or that cannot be seen.
     """
+    if engine is not None:
+        for option, given in (("--device", device), ("--all", every), ("--verbose", verbose)):
+            if given:
+                raise typer.BadParameter("does not apply to --engine, which examines an engine that runs", param_hint=option)
+        _running(engine, as_json=as_json)
+        return
     with command(as_json=as_json, doing="probing every implementation") as output:
         where = resolve_device(device)
         from mla_portable.cli.diagnosis import diagnose
@@ -51,6 +65,32 @@ def doctor(
             output.show(*_for_a_person(diagnosis, every=every, verbose=verbose))
             output.show(*_engine("vLLM", vllm), *_engine("SGLang", sglang))
         if not diagnosis.ok:
+            raise typer.Exit(EXIT_FAILED)
+
+
+def _running(where: str, *, as_json: bool) -> None:
+    """Examine an engine that runs. Raises: typer.Exit with 1 unless the plugin serves there."""
+    from mla_portable.cli.running import look_at
+
+    with command(as_json=as_json, doing=f"asking {where}") as output:
+        found = look_at(where)
+        if as_json:
+            output.document({"command": "doctor", "ok": found.serves is True, "engine": found})
+        else:
+            output.show(hanging("engine", f"{found.engine or 'unknown'} at {found.where}"))
+            output.show(*(hanging("model", name) for name in found.models))
+            if found.served:
+                headings = ["primitive", "served by", "device", "processes"]
+                rows = [[each.primitive, each.implementation, each.device, str(each.processes)] for each in found.served]
+                output.show("", columns(headings, rows, numbers=headings[3:]), "")
+            output.show(*(hanging("why" if not found.serves else "note", line) for line in found.why))
+            if found.serves:
+                output.show(Text("mla_portable serves there.", "green"))
+            else:
+                unknown = "Whether mla_portable serves there is unknown."
+                words = unknown if found.serves is None else "mla_portable does NOT serve there."
+                output.show(Text(words, "bold red"), hanging("remedy", found.remedy))
+        if not found.serves:
             raise typer.Exit(EXIT_FAILED)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_portable.cli.matrix import read
-from mla_portable.cli.options import check_known
+from mla_portable.cli.options import profile_by_name
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
@@ -31,21 +31,13 @@ def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
     import torch
 
     from mla_portable.accelerator import known_types
-    from mla_portable.capability.model import RecordError
-    from mla_portable.capability.profiles import all_profiles, profile_named
     from mla_portable.dispatch import current_registry
 
     current_registry()  # first: a vendor's plugin may bring the device type
     try:
         torch.device(name)
     except RuntimeError:
-        profiles = all_profiles(records)
-        try:
-            return Elsewhere(profile_named(name, profiles), records)
-        except RecordError as error:
-            if error.where == f"device {name!r}":
-                check_known(name, profiles, shown={*known_types(), *profiles}, param_hint="--device")
-            raise
+        return Elsewhere(profile_by_name(name, records, param_hint="--device", others=known_types()), records)
     return None
 
 

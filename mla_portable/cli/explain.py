@@ -54,7 +54,6 @@ _ROUTE_FIELDS: dict[str, Any] = {name: value for name, value in _TYPICAL.items()
     "lse": False,
 }
 """What a layer in vLLM asks for: no lse, and as many requests as vLLM schedules at once by default."""
-_ROUTE_REMARK = "The defaults are what a layer in vLLM asks for: 256 requests that decode at once (--rows), no lse (--lse)."
 _MAX_NUM_TOKENS, _MAX_MODEL_LEN = 8192, 163_840
 """Of a step, by vLLM's default; of a sequence, DeepSeek-V3.2's. They size the workspace."""
 
@@ -139,10 +138,15 @@ def explain(
             check_name("layout", options["kv_layout"], param_hint="--layout")
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
         elsewhere = None if device is None else find_profile(device, records)
-        decision = ask(primitive, device if elsewhere is None else elsewhere.profile.device_facts(), backend, options)
+        where = device if elsewhere is None else elsewhere.profile.device_facts()
+        decision = ask(primitive, where, backend, options)
+        indexer = _ask_for_indexer(decision, backend)
         served = decision.chosen is not None
         if as_json:
-            answer = {**decision.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(decision)
+
+            def answered(each: Decision | RouteDecision) -> dict[str, Any]:
+                return {**each.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(each)
+
             output.document(
                 {
                     "command": "explain",
@@ -150,15 +154,18 @@ def explain(
                     "primitive": primitive,
                     "arguments": _arguments(decision),
                     "tuned": _tuned(decision),
-                    **answer,
+                    **answered(decision),
+                    **({} if indexer is None else {"indexer": answered(indexer)}),
                 }
             )
         else:
-            output.show(*_for_a_person(decision, elsewhere, every=every))
+            output.show(*_for_a_person(decision, indexer, elsewhere, every=every))
         raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
 
 
-def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | None, *, every: bool) -> Iterator[RenderableType]:
+def _for_a_person(
+    decision: Decision | RouteDecision, indexer: Decision | None, elsewhere: Elsewhere | None, *, every: bool
+) -> Iterator[RenderableType]:
     from mla_portable.contracts import Decision
     from mla_portable.registry.tuned import table_path
 
@@ -172,9 +179,9 @@ def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | Non
             yield hanging("tuned", f"{' '.join(f'{name}={value}' for name, value in tuned.items())} ({table_path()})")
         yield from cost_lines([decision])
     else:
-        yield from route_lines(decision, state, every=every)
-        yield from cost_lines(part.decision for each in decision.verdicts for part in each.parts)
-        yield _ROUTE_REMARK
+        yield from route_lines(decision, indexer, state, every=every)
+        if every or decision.chosen is None:
+            yield from cost_lines(part.decision for each in decision.verdicts for part in each.parts)
 
 
 def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> Decision:
@@ -221,6 +228,20 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     if device is None or isinstance(device, str):
         device = registry.facts(device or resolve_device(None))
     return choose_route(spec, device, demand)
+
+
+def _ask_for_indexer(decision: Decision | RouteDecision, backend: str | None) -> Decision | None:
+    """What would select the keys of the layer's tokens, where the engine's own indexer does not; None but for a route."""
+    from mla_portable.contracts import Decision
+
+    if isinstance(decision, Decision):
+        return None
+    from mla_portable.attention.layer_registry import LayerRegistry
+    from mla_portable.dispatch import current_registry
+    from mla_portable.engine.deepseek import indexer_requests
+
+    select, _ = indexer_requests(decision.device, decision.spec.topk)
+    return LayerRegistry(current_registry(), backend).decide(select)
 
 
 def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ _UsageError: Final[Any] = typer.BadParameter.__base__
 """click's; typer exports only the subclass, and brings click along in one version and depends on it in another."""
 _NOT_A_VALUE: Final = {"int_parsing": "an integer", "float_parsing": "a number"}
 """pydantic's kind of an error -> what was expected."""
+_NO_CHOICE: Final = re.compile(r"'(.*?)' is not one of (.*?)\.?$")
+_NO_FILE: Final = re.compile(r"file '(.*?)' does not exist", re.IGNORECASE)
 
 
 class Commands(TyperGroup):
@@ -112,7 +115,7 @@ def _words(error: BaseException, command: Any) -> str:
         return f"{error.param_hint} {error.message}"
     if isinstance(error.__cause__, ValidationError):
         return _converted(_shown(error.param), error.__cause__)
-    return f"{_shown(error.param)}: {error.message}"
+    return _reworded(_shown(error.param), error.message)
 
 
 def _converted(name: str, error: ValidationError) -> str:
@@ -123,7 +126,15 @@ def _converted(name: str, error: ValidationError) -> str:
         return _refusal(name, f"at least {limits['ge']:g}", given)
     if found["type"] in _NOT_A_VALUE:
         return _refusal(name, _NOT_A_VALUE[found["type"]], repr(given))
-    return f"{name}: {found['msg'].removeprefix('Value error, ')}"
+    return _reworded(name, found["msg"].removeprefix("Value error, "))
+
+
+def _reworded(name: str, message: str) -> str:
+    """A refusal of typer's, in this project's words where it is of a choice or a file."""
+    choice, absent = _NO_CHOICE.match(message), _NO_FILE.match(message)
+    if choice is not None:
+        return _refusal(name, f"one of {choice[2].replace(chr(39), '')}", repr(choice[1]))
+    return _refusal(name, "a file that is there", repr(absent[1])) if absent is not None else f"{name}: {message}"
 
 
 def _refusal(name: str, expected: str, got: str, remedy: str = "") -> str:

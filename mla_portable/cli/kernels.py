@@ -101,7 +101,9 @@ def kernels(
     out: OutOption = None,
     who: WhoOption = None,
     commit: CommitOption = None,
-    every: Annotated[bool, typer.Option("--all", help="Say why candidates were skipped.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show every candidate of each case, and why candidates were skipped.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw time over rows, with matplotlib; .svg, .png or .pdf.")
     ] = None,
@@ -288,15 +290,33 @@ def _show(output: Output, report: KernelReport, *, every: bool) -> None:
     for each in report.cases:
         groups.setdefault(f"{each.case.primitive} {each.case.kv_layout or ''}".strip(), []).append(each)
     for title, cases in groups.items():
-        output.show("", Text(f"{title}: microseconds, speed-up over the best baseline", "bold"), _times(cases))
+        times = _times(cases) if every else _fastest(cases)
+        output.show("", Text(f"{title}: microseconds, speed-up over the best baseline", "bold"), times)
     skipped = _refused(report)
-    if skipped and not every:
+    if not every:
         names = dict.fromkeys(name.partition(" / ")[0] for name in skipped)
-        output.show(hanging("skipped", f"{', '.join(names)}, for some primitives or all; --all says why"))
+        output.show(*([hanging("skipped", f"{', '.join(names)}, for some primitives or all")] if names else []))
+        output.show(Text("--all shows every candidate, and why others were skipped; --out keeps all times in a file", "dim"))
     output.show(*(hanging("skipped", f"{name}: {'; '.join(reasons)}") for name, reasons in skipped.items() if every))
     remarks = {each.name: each.remark for case in report.cases for each in case.times if each.remark}
     output.show(*(hanging("baseline", f"{name}: {remark}") for name, remark in remarks.items()))
     output.show(*(Text(f"WRONG     {line}", "bold red") for line in report.defects()))
+
+
+def _fastest(cases: list[CaseTimes]) -> RenderableType:
+    """A row for each case: the fastest of ours that is right."""
+    rows: list[list[str]] = []
+    for case in cases:
+        ours = [each for each in case.times if each.implementation is not None]
+        right = [each for each in ours if each.median_us is not None]
+        best = min(right, key=lambda each: each.median_us or math.inf, default=None)
+        if best is None:
+            cells = ["none runs", "", ""] if not ours else [ours[0].name, _time(ours[0]), ""]
+        else:
+            cells = [best.name, _time(best), _lead(case.lead_of(best))]
+        rows.append([case.case.shape, *cells, digits(case.bound_us)])
+    headings = ["case", "the fastest", "us", "speed-up", "bound"]
+    return columns(headings, rows, numbers=headings[2:])
 
 
 def _times(cases: list[CaseTimes]) -> RenderableType:

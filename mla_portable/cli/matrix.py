@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mla_portable.cli.options import JsonOption
+from mla_portable.cli.options import JsonOption, profile_by_name
 from mla_portable.cli.output import Output, columns, command, hanging
 from mla_portable.errors import InvalidArgument
 
@@ -111,11 +111,10 @@ def _for_a_person(found: Matrix) -> list[RenderableType]:
 def _one(output: Output, name: str, records: Path | None) -> None:
     from mla_portable.capability.detail import offers_on
     from mla_portable.capability.matrix import records_folder
-    from mla_portable.capability.profiles import all_profiles, profile_named
     from mla_portable.cli.recording import plugins_code
     from mla_portable.registry import Registry
 
-    profile = profile_named(name, all_profiles(records))
+    profile = profile_by_name(name, records, param_hint="DEVICE")
     registry = Registry(environ={}, probe=False, costs="measured")
 
     def changed(implementation: str, commit: str) -> int | None:

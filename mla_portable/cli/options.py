@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from pathlib import Path
@@ -17,6 +17,7 @@ import typer
 if TYPE_CHECKING:
     import torch
 
+    from mla_portable.capability.profiles import Profile
     from mla_portable.contracts import Primitive
 
 JsonOption = Annotated[
@@ -33,7 +34,7 @@ DeviceOption = Annotated[
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="FILE", help="Add the results to the file of a run, .json.gz (docs/matrix.md).", dir_okay=False
+        "--out", metavar="FILE", help="Add the results to the file of a run, .json.gz (docs/dev/evidence.md).", dir_okay=False
     ),
 ]
 WhoOption = Annotated[
@@ -74,6 +75,11 @@ def resolve_device(text: str | None) -> torch.device:
     return where.device
 
 
+def in_help(examples: Iterable[str]) -> str:
+    """Examples of a command as the end of its help, a line for each."""
+    return "\n\n".join(("Examples:", *(f"mla-portable {each}" for each in examples)))
+
+
 def check_name(kind: Literal["primitive", "backend", "layout"], text: str, *, param_hint: str) -> None:
     """Refuse a name that nothing installed here has, before torch is loaded.
 
@@ -111,6 +117,25 @@ def check_known(
     question = f". Did you mean {near[0]!r}?" if near else ""
     listed = ", ".join(sorted(known if shown is None else shown))
     raise typer.BadParameter(f"must be one of {listed}{others} (got {text!r}){question}", param_hint=param_hint)
+
+
+def profile_by_name(name: str, records: Path | None, *, param_hint: str, others: Collection[str] = ()) -> Profile:
+    """The device profile that a user names, by its slug, by the beginning of it, or as the device's driver names the device.
+
+    Args:
+        records: a folder with profiles beside those that ship. others: names of devices that have no profile, to be listed.
+    Raises: typer.BadParameter for a name that no profile has; RecordError.
+    """
+    from mla_portable.capability.model import RecordError
+    from mla_portable.capability.profiles import all_profiles, profile_named
+
+    profiles = all_profiles(records)
+    try:
+        return profile_named(name, profiles)
+    except RecordError as error:
+        if error.where == f"device {name!r}":
+            check_known(name, profiles, shown={*others, *profiles}, param_hint=param_hint)
+        raise
 
 
 def check_writable(path: Path, *, param_hint: str) -> None:

@@ -70,11 +70,13 @@ def _words(decision: Decision, verdict: Verdict, state: State | None) -> str:
     return "; ".join(filter(None, (words, f"matrix: {where}" if where else "", times)))
 
 
-def route_lines(decision: RouteDecision, state: State | None = None, *, every: bool = False) -> Iterator[RenderableType]:
-    """How a layer composes the primitives: the routes, then what serves each part of the chosen one, and why.
+def route_lines(
+    decision: RouteDecision, indexer: Decision | None, state: State | None = None, *, every: bool = False
+) -> Iterator[RenderableType]:
+    """How a layer composes the primitives: what serves each part of the chosen route, and the indexer.
 
     Args:
-        every: show all candidates for each part.
+        indexer: on the selection of its keys. every: show all routes, and all candidates for each part with the reasons.
     """
     from mla_portable.attention.routes import WEIGHTS_TEXT
 
@@ -89,18 +91,30 @@ def route_lines(decision: RouteDecision, state: State | None = None, *, every: b
         return
     verb = "would be tried first" if state else "forced" if decision.forced else "chosen"
     yield Text("route: ").append(decision.chosen, "bold green").append(f" ({verb})")
+    parts = [_part_row(each, state) for each in decision.verdict.parts]
+    if indexer is not None:
+        parts.append(_indexer_row(indexer, state))
+    spec = decision.spec
+    asked = (
+        f"{spec.num_heads} heads, {spec.max_num_reqs} decodes at once (--rows), {'lse' if spec.need_lse else 'no lse (--lse)'}"
+    )
+    if not every:
+        yield columns(["part", "served by", "why"], parts)
+        yield Text(f"{asked}; --all shows more", "dim")
+        return
     rows = [[each.route, f"{each.cost:.4g}" if each.can_run else "", _made_of(each)] for each in decision.verdicts]
     yield columns(["route", "cost", "made of"], rows)
     yield ""
-    yield columns(["part", "served by", "why"], [_part_row(each, state) for each in decision.verdict.parts])
+    yield columns(["part", "served by", "why"], parts)
     yield ""
-    if every:
-        for part in {each.decision.request: each for each in decision.verdict.parts}.values():
-            yield from decision_lines(part.decision, state, part=part_name(part))
-            yield ""
-    else:
-        yield Text("--all shows every candidate for each part, with the reasons against it", "dim")
+    for part in {each.decision.request: each for each in decision.verdict.parts}.values():
+        yield from decision_lines(part.decision, state, part=part_name(part))
+        yield ""
+    if indexer is not None:
+        yield from decision_lines(indexer, state, part="indexer")
+        yield ""
     yield Text(WEIGHTS_TEXT, "dim")
+    yield Text(f"asked as a layer in vLLM does: {asked}", "dim")
 
 
 def part_name(part: RoutePart) -> str:
@@ -109,18 +123,28 @@ def part_name(part: RoutePart) -> str:
 
 
 def _part_row(part: RoutePart, state: State | None) -> list[str]:
-    decision = part.decision
+    """In a few words: what decided, one time, the state in the matrix; `--all` has the rest."""
+    return [part_name(part), str(part.decision.chosen), _why(part.decision, state)]
+
+
+def _indexer_row(decision: Decision, state: State | None) -> list[str]:
+    from mla_portable.engine.deepseek import deep_gemm_serves
+
+    if decision.chosen is None:
+        return ["indexer", "NOTHING", decision.failure_text().partition("\n")[0]]
+    by_default = "if the engine's DeepGEMM is not used" if deep_gemm_serves(decision.request.device) else ""
+    return ["indexer", decision.chosen, by_default or _why(decision, state)]
+
+
+def _why(decision: Decision, state: State | None) -> str:
     chosen = next(v for v in decision.verdicts if v.implementation == decision.chosen)
-    times = chosen.cost_source.partition(_TIMES)[2].rstrip(";")
-    where = state(decision, chosen.implementation) if state else None
-    why = (
-        f"forced by {decision.control}" if decision.forced else "",
-        "the fastest on record at that size" if part.most_rows else "",
-        f"cost {chosen.cost:g} {chosen.cost_source.partition(' ')[0]}",
-        f"us by rows {times}" if times else "",
-        f"matrix: {where}" if where else "",
-    )
-    return [part_name(part), chosen.implementation, "; ".join(filter(None, why))]
+    if decision.forced:
+        return f"forced by {decision.control}"
+    first = chosen.cost_source.partition(_TIMES)[2].partition(",")[0].partition(";")[0]
+    rows, _, us = first.partition(": ")
+    known = state(decision, chosen.implementation) if state else None
+    words = [f"{us} us ({rows} rows)" if us else "", known or ""]
+    return "; ".join(filter(None, words)) or f"cost {chosen.cost:g} {chosen.cost_source.partition(' ')[0]}"
 
 
 def _made_of(verdict: RouteVerdict) -> str:

@@ -7,7 +7,7 @@
     report = run_suite(get_registry(), "reference", device="cpu", level="quick")
     assert report.ok, [result.message for result in report.results if result.status != "passed"]
 
-`mla-portable conform NAME` does the same. Tolerances and the meaning of every quantity: docs/numerics.md.
+`mla-portable conform NAME` does the same. Tolerances and the meaning of every quantity: docs/dev/accuracy.md.
 """
 
 from mla_portable.conformance.report import CaseResult, Progress, Report, Unavailable, Worst

@@ -74,6 +74,11 @@ class Worst:
     tolerance: float
     case: str
 
+    @property
+    def share(self) -> float:
+        """The error as a share of its tolerance, infinite for any error of what has to be exact."""
+        return _share(self.error, self.tolerance)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -3,7 +3,9 @@
 
 routing     the route for a spec, and its decision in a line
 variables   environment variables of a plugin, checked where they are read
+serving     what serves in a process, as a metric and in the log
 entry       why an engine does not load a plugin
 status      the plugin in an engine, as `doctor` sees it
+prompts     prompts over keys of each head: for which layers, and in which steps
 deepseek    what would serve DeepSeek-V3.2 on a device, for `doctor`
 """

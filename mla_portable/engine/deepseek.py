@@ -8,7 +8,9 @@ from itertools import product
 from typing import Any, Final, NamedTuple
 
 from mla_portable.attention import AttentionSpec, RouteDecision
+from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.engine.routing import served_by
+from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
 
 HEADS: Final = (16, 128)
 """DeepSeek-V3.2's 128 query heads over eight ranks, and on one."""
@@ -26,14 +28,57 @@ class Choice(NamedTuple):
     served_by: str
 
 
+def layer_spec(
+    layout: str, num_heads: int, *, topk: int = 2048, max_model_len: int = 163840, scale_format: str | None = None
+) -> AttentionSpec:
+    """What a layer asks for under an engine's default limits."""
+    return AttentionSpec(
+        num_heads=num_heads,
+        softmax_scale=192**-0.5,
+        max_num_tokens=8192,
+        max_num_reqs=256,
+        max_model_len=max_model_len,
+        kv_layout=layout,
+        topk=topk,
+        scale_format=scale_format,
+        need_lse=False,
+    )
+
+
+def indexer_requests(facts: DeviceFacts, topk: int = 2048) -> tuple[Request, Request]:
+    """What the indexer of vLLM's fused path asks for: its selection, and the writer of its keys where vLLM's does not work."""
+    layout: dict[str, Any] = {"kv_layout": "index_fp8", "block_size": 64, "graph": True}
+    return (
+        Request(INDEXER_SELECT, facts, num_heads=64, topk=topk, **layout),
+        Request(INDEXER_CACHE_WRITE, facts, scale_format="pow2", **layout),
+    )
+
+
+def deep_gemm_serves(facts: DeviceFacts) -> bool:
+    """Engines use DeepGEMM there, where it can be imported."""
+    return facts.vendor == "nvidia" and facts.arch.startswith(DEEP_GEMM_ARCHS)
+
+
+def scorer(facts: DeviceFacts, *, ours: str, theirs: str, asked: str) -> str:
+    """Who scores the indexer's keys, in words.
+
+    Args:
+        ours, theirs: how an engine's plugin calls this project's functions, and the engine's own with DeepGEMM. asked: the
+            setting that asks for ours on every device, "" where DeepGEMM comes first.
+    """
+    if asked:
+        return f"{ours}: {asked}"
+    if deep_gemm_serves(facts):
+        return f"{theirs} for {facts.arch}; where that cannot be imported, {ours}"
+    return f"{ours}: DeepGEMM does not support {facts.arch}"
+
+
 def choices(
     decide: Callable[[AttentionSpec], RouteDecision], named: Callable[[RouteDecision], str] = served_by
 ) -> tuple[Choice, ...]:
     """One for each cache layout and heads of a rank. decide: the engine's way to a route. named: what serves it, in words."""
     found: list[Choice] = []
     for layout, heads in product(("fp8_ds_mla", "bf16"), HEADS):
-        limits: dict[str, Any] = {"max_num_tokens": 8192, "max_num_reqs": 256, "max_model_len": 163840}
-        spec = AttentionSpec(num_heads=heads, softmax_scale=192**-0.5, kv_layout=layout, need_lse=False, **limits)
-        decision = decide(spec)
+        decision = decide(layer_spec(layout, heads))
         found.append(Choice(layout, heads, decision.chosen, named(decision)))
     return tuple(found)

@@ -19,19 +19,31 @@ def decide_route(registry: Registry, spec: AttentionSpec, device: torch.device, 
     return choose_route(spec, registry.facts(device), demand)
 
 
+def serving(decision: RouteDecision) -> tuple[tuple[str, str], ...]:
+    """(primitive, implementation) of each part of the chosen route, each once. Raises: UnsupportedRoute where there is none."""
+    return _pairs(decision.verdict.parts)
+
+
 def served_by(decision: RouteDecision) -> str:
     """What serves each primitive of the chosen route; where nothing serves, the reasons against every route."""
     if decision.chosen is None:
         return "; ".join(f"{verdict.route}: {verdict}" for verdict in decision.verdicts)
-    return _named(decision.verdict.parts)
+    return _named(serving(decision))
 
 
 def attention_served_by(decision: RouteDecision) -> str:
     """`served_by` for a SlotAttention, which converts no indices."""
-    if decision.chosen is None:
-        return served_by(decision)
-    return _named(part for part in decision.verdict.parts if part.role != "convert")
+    return served_by(decision) if decision.chosen is None else _named(attention_serving(decision))
 
 
-def _named(parts: Iterable[RoutePart]) -> str:
-    return ", ".join(dict.fromkeys(f"{part.decision.request.primitive} {part.decision.chosen}" for part in parts))
+def attention_serving(decision: RouteDecision) -> tuple[tuple[str, str], ...]:
+    """`serving` for a SlotAttention."""
+    return _pairs(part for part in decision.verdict.parts if part.role != "convert")
+
+
+def _named(pairs: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{primitive} {implementation}" for primitive, implementation in pairs)
+
+
+def _pairs(parts: Iterable[RoutePart]) -> tuple[tuple[str, str], ...]:
+    return tuple(dict.fromkeys((str(part.decision.request.primitive), str(part.decision.chosen)) for part in parts))

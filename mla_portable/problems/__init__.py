@@ -3,7 +3,7 @@
 
 One module per primitive: its oracle in float64, the cases of each level, how the tensors are built, tolerances and judge, what
 is timed. `primitive.problems` imports it on first use. Levels: probe (`probe`), smoke < quick < full (`base.LEVELS`), bench
-(`bench`). Tolerances and the meaning of every quantity: docs/numerics.md. Needs torch alone.
+(`bench`). Tolerances and the meaning of every quantity: docs/dev/accuracy.md. Needs torch alone.
 """
 
 from mla_portable.problems.base import LEVELS, Case, Params, Problems, cases_for, tolerance_table_markdown, tolerances

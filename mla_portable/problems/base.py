@@ -227,7 +227,7 @@ def tolerances() -> dict[tuple[Primitive[Any], str, str], Tolerance]:
 
 
 def tolerance_table_markdown() -> str:
-    """The table for docs/numerics.md, generated so that page and suite cannot disagree."""
+    """The table for docs/dev/accuracy.md, generated so that page and suite cannot disagree."""
     lines = ["| primitive | read from | quantity | abs | rel | of | 1 - cosine | why |", "|---|---|---|---|---|---|---|---|"]
     for (primitive, storage, quantity), row in tolerances().items():
         cosine = "" if row.cosine is None else f"{row.cosine:.3g}"

@@ -281,5 +281,6 @@ def _unfinished(implementation: Implementation, stage: str, limit: float, where:
 
 
 def _reason(implementation: Implementation, symptom: str, where: str) -> Reason:
-    remedy = f"report it to the authors of {implementation.backend}; `mla-portable doctor` repeats the probe"
+    backend = implementation.backend
+    remedy = f"`mla-portable conform {backend}` shows the failing cases, for you or for the authors of {backend}"
     return Reason("probe", symptom, where, remedy)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from mla_portable.sglang import indexer, places, serving
+from mla_portable.sglang import indexer, places, prompts, serving
 
 
 def hook_of(place: places.Place) -> Callable[..., Any]:
@@ -49,10 +50,55 @@ def _built(result: None, backend: Any, model_runner: Any, *args: Any, **kwargs: 
     serving.attach(backend, model_runner)
 
 
-def _planned(result: None, backend: Any, *args: Any, **kwargs: Any) -> None:
+def _planned(result: None, backend: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     server = getattr(backend, serving.SERVER, None)
     if server is not None:
         server.prepare(backend.forward_metadata)
+        if server.prompts is not None:
+            server.prompts.plan(backend, forward_batch)
+
+
+def _planned_for_graph(result: None, backend: Any, *args: Any, **kwargs: Any) -> None:
+    server = getattr(backend, serving.SERVER, None)
+    if server is not None:
+        server.prepare(backend.forward_metadata)
+        if server.prompts is not None:
+            server.prompts.step = None
+
+
+def _prompts_of(backend: Any) -> Any | None:
+    """The Prompts of the backend object that serves the step, where the step is theirs."""
+    found = getattr(getattr(backend, serving.SERVER, None), "prompts", None)
+    return found if found is not None and found.step is not None else None
+
+
+def _get_indexer_metadata(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
+    found, step = original(backend, *args, **kwargs), _prompts_of(backend)
+    return replace(found, force_unfused_topk=True) if step is not None and step.asks_for_positions else found
+
+
+def _absorb_prepare(
+    original: Callable[..., Any],
+    layer: Any,
+    positions: Any,
+    hidden_states: Any,
+    forward_batch: Any,
+    zero_allocator: Any,
+    llama_4_scaling: Any = None,
+    prev_topk_indices: Any = None,
+) -> Any:
+    """Where the step's prompts are computed over keys of each head: the layer's attention, else SGLang's own."""
+    backend = import_module(places.CONTEXT_MODULE).get_attn_backend()
+    step = _prompts_of(backend)
+    if step is None or llama_4_scaling is not None or not prompts.is_plain(layer):
+        return original(layer, positions, hidden_states, forward_batch, zero_allocator, llama_4_scaling, prev_topk_indices)
+    return (step.prepare(layer, backend, positions, hidden_states, forward_batch, prev_topk_indices),)
+
+
+def _absorb_core(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) == 1 and isinstance(args[0], prompts.Computed):
+        return prompts.finish(layer, args[0])
+    return original(layer, *args, **kwargs)
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {
@@ -62,5 +108,8 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "_compute_flashmla_metadata": _compute_flashmla_metadata,
     "__init__": _built,
     "init_forward_metadata": _planned,
-    "init_forward_metadata_out_graph": _planned,
+    "init_forward_metadata_out_graph": _planned_for_graph,
+    "get_indexer_metadata": _get_indexer_metadata,
+    "forward_absorb_prepare": _absorb_prepare,
+    "forward_absorb_core": _absorb_core,
 }

@@ -20,10 +20,17 @@ METHOD_OF: Final = {"flashmla_sparse": SPARSE, "flashmla_kv": KV, "fa3": FA3}
 
 def methods_in_use(backend: Any) -> tuple[str, ...]:
     """The hooked methods that the backend's two implementations call; `flashmla_auto` becomes one of two in each step."""
-    names: list[str] = []
-    for name in (backend.dsa_prefill_impl, backend.dsa_decode_impl):
-        names += ("flashmla_sparse", "flashmla_kv") if name == "flashmla_auto" else (name,)
-    return tuple(dict.fromkeys(METHOD_OF[name] for name in names if name in METHOD_OF))
+    return tuple(dict.fromkeys((*methods_of_prefill(backend), *_methods_of(backend.dsa_decode_impl))))
+
+
+def methods_of_prefill(backend: Any) -> tuple[str, ...]:
+    """Those that extends call."""
+    return _methods_of(backend.dsa_prefill_impl)
+
+
+def _methods_of(name: str) -> tuple[str, ...]:
+    names = ("flashmla_sparse", "flashmla_kv") if name == "flashmla_auto" else (name,)
+    return tuple(METHOD_OF[each] for each in names if each in METHOD_OF)
 
 
 def pool_layout(backend: Any) -> str:

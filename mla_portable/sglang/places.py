@@ -15,6 +15,7 @@ from typing import Final
 
 BACKEND_MODULE: Final = "sglang.srt.layers.attention.dsa_backend"
 BACKEND: Final = f"{BACKEND_MODULE}.DeepseekSparseAttnBackend"
+CONTEXT_MODULE: Final = "sglang.srt.model_executor.forward_context"
 SELECTORS: Final = "sglang.srt.layers.attention.dsa.utils"
 DEEP_GEMM_USERS: Final = (BACKEND_MODULE, "sglang.srt.layers.attention.dsa.dsa_indexer")
 """Modules that call DeepGEMM by its module's name, where there are no selectors (0.5.16)."""
@@ -78,6 +79,20 @@ ATTENTION: Final = (
 )
 """Methods of the backend object; decode, extend, target verify and draft all call them."""
 
+LAYER_MODULE: Final = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
+LAYER: Final = f"{LAYER_MODULE}.DeepseekMLAForwardMixin"
+PROMPTS: Final = (
+    _method("get_indexer_metadata", AROUND, "layer_id forward_batch"),
+    Place(
+        f"{LAYER}.forward_absorb_prepare",
+        AROUND,
+        ("self", "positions", "hidden_states", "forward_batch", "zero_allocator"),
+        ("llama_4_scaling", "prev_topk_indices"),
+    ),
+    Place(f"{LAYER}.forward_absorb_core", AROUND, ("self",), None),
+)
+"""What attends to prompts over keys of each head goes through: the indexer's choice of slots or positions, and the layer."""
+
 INDEXER: Final = tuple(
     Place(f"{SELECTORS}.{name}", AROUND, optional=True)
     for name in (
@@ -89,7 +104,7 @@ INDEXER: Final = tuple(
 )
 """Functions that return one of DeepGEMM's."""
 
-PLACES: Final = (*ATTENTION, *INDEXER)
+PLACES: Final = (*ATTENTION, *PROMPTS, *INDEXER)
 
 
 def objections(parameters_of: Callable[[str], Collection[str] | None]) -> Iterator[str]:

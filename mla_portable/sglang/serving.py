@@ -19,10 +19,11 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, SlotAttention, UnsupportedRoute
 from mla_portable.contracts import InvalidArgument
-from mla_portable.engine.routing import attention_served_by
+from mla_portable.engine.routing import attention_served_by, attention_serving
+from mla_portable.engine.serving import publish
 from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import get_registry
-from mla_portable.sglang import model, settings, stock
+from mla_portable.sglang import model, prompts, settings, stock
 
 SERVER: Final = "_mla_portable"
 """The attribute of SGLang's backend object that holds its Server."""
@@ -35,6 +36,7 @@ class Server:
 
     Attributes:
         methods: names of the methods whose calls are served here. reasons: why, for each of them.
+        prompts: beside it where extends are served here and may be computed over keys of each head; None where not.
     """
 
     def __init__(self, backend: Any, model_runner: Any, reasons: Mapping[str, str]) -> None:
@@ -47,6 +49,10 @@ class Server:
         sinks = model.has_sinks(model_runner)
         for method in reasons:
             self.attention(model.layouts_of(method, backend), attn_sink=sinks)
+        self.prompts: prompts.Prompts | None = None
+        if self.methods.intersection(model.methods_of_prefill(backend)):
+            spec, facts = self._spec(self._pool, attn_sink=sinks), get_registry().facts(self._device)
+            self.prompts = prompts.prompts(backend, model_runner, spec, facts)
 
     @property
     def attentions(self) -> tuple[SlotAttention, ...]:
@@ -172,6 +178,7 @@ def _attention(spec: AttentionSpec, device: torch.device) -> SlotAttention:
             found = SlotAttention(replace(spec, graph=False), device=device)
             _log_without_graphs(str(found.facts))
         _shared[spec, device] = found
+        publish(found.facts.name, attention_serving(found.route_decision), settings.logger)
     return found
 
 
@@ -206,6 +213,8 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
         return None
     setattr(backend, SERVER, server)
     served = "; ".join(f"{each.spec.kv_layout}: {attention_served_by(each.route_decision)}" for each in server.attentions)
+    if server.prompts is not None:
+        served += f"; prompts over keys of each head: {server.prompts.served_by}"
     why, heads = "; ".join(dict.fromkeys(wanted.values())), backend.num_q_heads
     _log_once(f"mla_portable serves {', '.join(wanted)} for {names} on {facts}, {heads} heads: {served}; because {why}")
     for each in server.attentions:

@@ -14,7 +14,7 @@ from mla_portable.attention import AttentionSpec, RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.slots import choose_slot_route
 from mla_portable.contracts import Request
-from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS, choices
+from mla_portable.engine.deepseek import choices, scorer
 from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import attention_served_by
 from mla_portable.engine.status import EngineStatus, version_and_mode
@@ -76,8 +76,4 @@ def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str
     )
     served = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in map(demand.decide, requests))
     ours = f"scored by mla_portable's functions ({', '.join(served)})"
-    if mode == "on":
-        return f"{ours}: {settings.ENV_INDEXER}=on"
-    if facts.vendor == "nvidia" and facts.arch.startswith(DEEP_GEMM_ARCHS):
-        return f"scored by DeepGEMM for {facts.arch}; where that cannot be imported, {ours}"
-    return f"{ours}: DeepGEMM does not support {facts.arch}"
+    return scorer(facts, ours=ours, theirs="scored by DeepGEMM", asked=f"{settings.ENV_INDEXER}=on" if mode == "on" else "")

@@ -15,5 +15,7 @@ indexer_choice  whose indexer serves the model, and why
 indexer_seams   where this indexer takes the place of vLLM's, in each version
 imports         a function that changes a module right after it is imported
 
+v4              DeepSeek-V4's layers, which ask no backend
+
 Nothing here imports vLLM before vLLM itself asks for the plugin; `settings` and `status` never do.
 """

@@ -13,7 +13,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, neutral_defaults
-from mla_portable.engine.routing import served_by
+from mla_portable.engine.routing import served_by, serving
+from mla_portable.engine.serving import publish
 from mla_portable.planner import Planner
 from mla_portable.vllm import compat, model, prompts, scratch
 from mla_portable.vllm.metadata import MLAPortableMetadata
@@ -84,6 +85,10 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             resolved.spec.num_heads,
             resolved.writer.who,
         )
+        bound = [*serving(self.attention.route_decision)]
+        if found is not None and self._prompts is not None:
+            bound += [(str(each.request.primitive), each.chosen) for each in found.decisions.values() if each.chosen]
+        publish(self.attention.facts.name, bound, logger)
         logger.debug("%s", self.attention.explain())
 
     @classmethod

@@ -11,6 +11,8 @@ called, and calls vLLM's own where that serves. Versions are recognised by what 
     vllm.models.deepseek_v32                         0.29 and later: the generic model class there, for the same reason
     vllm.models.glm5next.nvidia.sparse_indexer       the layer that scores pools of keys, which calls DeepGEMM's functions; in
                                                      0.30 vllm.model_executor.layers.sparse_attn_indexer_kpool
+    vllm.models.glm5next.nvidia.ops.kpool_compress   its kernels that store e4m3, and what moves e4m3 in Triton, below compute
+    vllm.models.glm5next.common.attention            capability 8.9; in 0.30 vllm.models.glm5next.nvidia.attention
 
 The operator keeps its name and schema: its kernel alone is registered again, in torch's dispatcher. So everything that refers
 to it by name goes on to work (`splitting_ops`, piecewise and full CUDA graphs), which a new operator or another `CustomOp`
@@ -174,6 +176,26 @@ def serve_pools(module: Any) -> None:
     has_deep_gemm = module.has_deep_gemm
     module.has_deep_gemm = lambda: _ours() or has_deep_gemm()
     _extend_layer(module.SparseAttnIndexerKpool, None)
+    if _lacks_fp8_in_triton() and _ours():
+        from mla_portable.vllm import pools
+
+        module.pack_seq_triton = pools.as_bytes(module.pack_seq_triton, pad_value=0)  # rows that are padding are not read
+
+
+def store_pools(module: Any) -> None:
+    """Below compute capability 8.9 GLM-5.3-Flash's kernels store bfloat16, and the codes are made behind them."""
+    if _lacks_fp8_in_triton() and _ours():
+        from mla_portable.vllm import pools
+
+        pools.store_codes(module)
+
+
+def pad_heads_as_bytes(module: Any) -> None:
+    """Below compute capability 8.9 torch.compile pads GLM-5.3-Flash's e4m3 queries as bytes."""
+    if _lacks_fp8_in_triton() and _ours():
+        from mla_portable.vllm import pools
+
+        module._pad_indexer_heads = pools.as_bytes(module._pad_indexer_heads)
 
 
 def _extend_layer(layer: Any, serve: Callable[..., torch.Tensor] | None) -> None:
@@ -308,6 +330,14 @@ SEAMS: Final = {
     "vllm.models.deepseek_v32": Seam(choose_models),
     **dict.fromkeys(
         ("vllm.models.glm5next.nvidia.sparse_indexer", "vllm.model_executor.layers.sparse_attn_indexer_kpool"),
-        Seam(serve_pools, ("SparseAttnIndexerKpool", "has_deep_gemm")),
+        Seam(serve_pools, ("SparseAttnIndexerKpool", "has_deep_gemm", "pack_seq_triton")),
+    ),
+    "vllm.models.glm5next.nvidia.ops.kpool_compress": Seam(
+        store_pools,
+        ("_fwht_quant_kernel", "_kpool_softmax_rotate_write_cache_kernel", "_kpool_decode_update_batched_kernel"),
+    ),
+    **dict.fromkeys(
+        ("vllm.models.glm5next.common.attention", "vllm.models.glm5next.nvidia.attention"),
+        Seam(pad_heads_as_bytes, ("_pad_indexer_heads",)),
     ),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from mla_portable.vllm import auto, indexer_seams, settings
+from mla_portable.vllm.v4 import choice as v4_choice
 
 BACKEND_PATH: Final = "mla_portable.vllm.backend.MLAPortableBackend"
 NAME: Final = "MLA_PORTABLE"
@@ -30,6 +31,7 @@ def register() -> None:
     settings.check()
     if settings.indexer() != "off":
         indexer_seams.install()
+    v4_choice.install()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     _claim(AttentionBackendEnum.CUSTOM, BACKEND_PATH)

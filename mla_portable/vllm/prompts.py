@@ -25,19 +25,14 @@ import numpy.typing as npt
 import torch
 
 from mla_portable.attention import HeadDims, PromptAttention
-from mla_portable.attention.prompt_times import Counts, PromptTimes, prompt_times
-from mla_portable.contracts import UnsupportedRequest
+from mla_portable.attention.prompt_times import PromptTimes, prompt_times
 from mla_portable.contracts.values import INT32_MAX
-from mla_portable.planner.prompts import PromptPlan, plan_prompts
+from mla_portable.engine import prompts as engine
+from mla_portable.planner.prompts import PromptPlan
 from mla_portable.vllm import compat
 from mla_portable.vllm.model import Resolved
 from mla_portable.vllm.settings import logger
 
-VENDORS: Final = ("nvidia",)
-"""Whose ratio of the two ways was measured."""
-
-LEAST_SAVED: Final = 5.0
-"""Microseconds a layer; below that the host's time for planning the prompts counts for more."""
 BESIDE_DECODES: Final = 25.0
 """Microseconds that the kernels over keys of each head take at least: on top of the sparse route's in a step with decodes."""
 
@@ -74,16 +69,9 @@ def attention(resolved: Resolved, vllm_config: Any, dims: HeadDims | None) -> Pr
     With VLLM_BATCH_INVARIANT a prompt's result must not depend on the lengths of others. Under decode context parallelism the
     cache has a share of each context. Attention sinks and vendors whose times are not known are left to the sparse route too.
     """
-    spec, device = resolved.spec, resolved.decision.device
-    if dims is None or device.vendor not in VENDORS or not compat.takes_prompts() or compat.forces_sparse_prefill(vllm_config):
+    if dims is None or not compat.takes_prompts() or compat.forces_sparse_prefill(vllm_config):
         return None
-    if spec.batch_invariant or spec.share.size > 1 or spec.attn_sink or dims.rope != spec.rope_width:
-        return None
-    try:
-        return PromptAttention(spec, dims, device=compat.device())
-    except UnsupportedRequest as error:
-        logger.info("prompts take the sparse route: %s", error)
-        return None
+    return engine.prompt_attention(resolved.spec, dims, resolved.decision.device, compat.device(), logger)
 
 
 class Prompts:
@@ -107,17 +95,20 @@ class Prompts:
         (later,) = np.nonzero(query_lens > self._threshold)
         if not len(later):
             return None
-        first, topk = int(later[0]), self._topk
-        new, lens = query_lens[first:], lengths[first:]
-        masked = bool(lens.max() > topk)
-        if masked and not self._masks:
+        first = int(later[0])
+        plan = engine.plan_where_faster(
+            self._attention,
+            self._times,
+            query_lens[first:],
+            lengths[first:],
+            block_table[first:],
+            topk=self._topk,
+            masks=self._masks,
+            least=engine.LEAST_SAVED + (BESIDE_DECODES if first else 0.0),
+        )
+        if plan is None:
             return None
-        least = LEAST_SAVED + (BESIDE_DECODES if first else 0.0)
-        key_rows = self._attention.key_rows
-        if self._times.saves(Counts.of(new, lens, topk, key_rows), masked=masked) <= least:
-            return None
-        plan = plan_prompts(new, lens, block_table[first:], topk=topk, key_rows=key_rows)
-        return first, StepPrompts(self._attention, plan, not plan.masked, compat.prompt_marks(topk)[1])
+        return first, StepPrompts(self._attention, plan, not plan.masked, compat.prompt_marks(self._topk)[1])
 
 
 def prompts(found: PromptAttention | None, layers: Sequence[Any], vllm_config: Any, threshold: int) -> Prompts | None:

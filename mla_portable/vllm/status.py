@@ -6,17 +6,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.contracts import Request
-from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS, choices
+from mla_portable.engine.deepseek import choices, indexer_requests, scorer
 from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import decide_route
 from mla_portable.engine.status import EngineStatus, version_and_mode
-from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
 from mla_portable.registry import Registry
 from mla_portable.vllm import settings
 
@@ -45,20 +43,11 @@ def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str
     mode, facts = settings.indexer(environ), registry.facts(device)
     if mode == "off" or (mode == "auto" and facts.device_type == "cpu"):
         return f"vLLM's ({settings.ENV_INDEXER}={mode})"
-    layout: dict[str, Any] = {"kv_layout": "index_fp8", "block_size": 64}
-    requests = (
-        Request(INDEXER_SELECT, facts, num_heads=64, topk=2048, graph=True, **layout),
-        Request(INDEXER_CACHE_WRITE, facts, scale_format="pow2", graph=True, **layout),
-    )
     demand = LayerRegistry(registry, None)
-    decisions = [demand.decide(request) for request in requests]
+    decisions = [demand.decide(request) for request in indexer_requests(facts)]
     select, write = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in decisions)
     ours = f"mla_portable's ({select}; keys written by vLLM's operator if it works, else {write})"
-    if mode == "on":
-        return f"{ours}: {settings.ENV_INDEXER}=on"
-    if facts.vendor == "nvidia" and facts.arch.startswith(DEEP_GEMM_ARCHS):
-        return f"vLLM's, with DeepGEMM for {facts.arch}; where that cannot be imported, {ours}"
-    return f"{ours}: DeepGEMM does not support {facts.arch}"
+    return scorer(facts, ours=ours, theirs="vLLM's, with DeepGEMM", asked=f"{settings.ENV_INDEXER}=on" if mode == "on" else "")
 
 
 def _obstacle(mode: str, environ: Mapping[str, str]) -> str:

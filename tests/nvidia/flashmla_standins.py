@@ -46,6 +46,7 @@ class Library:
     calls: list[tuple[int, ...]] = field(default_factory=list)
     extra_calls: int = 0
     prefill_calls: list[tuple[int, ...]] = field(default_factory=list)
+    prefill_widths: set[int] = field(default_factory=set)
     sinks: int = 0
     lengths: int = 0
 
@@ -179,12 +180,12 @@ class Library:
 
     def prefill(self, q, kv, indices, scale, d_v=512, sink=None, topk_length=None, out=None):
         need = self.need
-        need(q.dtype == torch.bfloat16 and q.dim() == 3 and q.shape[2] == 576, f"q {list(q.shape)} {q.dtype}")
-        tokens, heads, _ = q.shape
+        need(q.dtype == torch.bfloat16 and q.dim() == 3 and q.shape[2] in (576, 512), f"q {list(q.shape)} {q.dtype}")
+        tokens, heads, width = q.shape
         need(tokens > 0, "s_q is 0")
         need(heads in (*self.prefill_heads, *self.native), f"h_q {heads}")
         need(q.stride(2) == 1 and q.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in q.stride()[:2]), "q is not aligned")
-        need(kv.dtype == torch.bfloat16 and kv.dim() == 3 and kv.shape[1:] == (1, 576), f"kv {list(kv.shape)}")
+        need(kv.dtype == torch.bfloat16 and kv.dim() == 3 and kv.shape[1:] == (1, width), f"kv {list(kv.shape)}")
         topk = indices.shape[-1]
         need(indices.dtype == torch.int32 and tuple(indices.shape) == (tokens, 1, topk), f"indices {list(indices.shape)}")
         need(indices.is_contiguous() and topk % 128 == 0 and topk > 0, f"indices of topk {topk}")
@@ -199,8 +200,12 @@ class Library:
         if out is not None:
             need(out.dtype == torch.bfloat16 and tuple(out.shape) == (tokens, heads, 512) and out.is_contiguous(), "out")
         self.prefill_calls.append((tokens, heads, topk))
+        self.prefill_widths.add(width)
         result = torch.full((tokens, heads, 512), math.nan, dtype=torch.bfloat16) if out is None else out
         lse = torch.empty(tokens, heads)
+        if self.old and width == 512:  # nothing refuses it, and the build for 576 reads on into the next row, against zeros
+            q = torch.nn.functional.pad(q, (0, 64))
+            kv = torch.cat([kv, torch.nn.functional.pad(kv[1:, :, :64], (0, 0, 0, 0, 0, 1))], dim=2)
         for t in range(tokens):
             index = indices[t, 0].long()
             there = (index >= 0) & (index < kv.shape[0])

@@ -21,7 +21,7 @@ from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable_nvidia import discovery, support
-from mla_portable_nvidia.attention import check_kernel
+from mla_portable_nvidia.attention import NOPE_NAME, check_kernel
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 
@@ -287,7 +287,7 @@ def test_every_machine_is_served_or_told_why_not(name):
     assert decision.chosen == (*served, "reference.torch")[0]
     for implementation, reasons in nvidia_verdicts(decision).items():
         assert (reasons == "") == (implementation in served)
-        other_layout = reasons.startswith(("kv_layout fp8_ds_mla (supports bf16)", "kv_layout fp8_ds_mla (supports fp8_v4)"))
+        other_layout = reasons.startswith(tuple(f"kv_layout fp8_ds_mla (supports {other}" for other in ("bf16", "fp8_v4")))
         assert reasons == "" or other_layout or f"arch {facts.arch} (supports sm" in reasons
 
 
@@ -341,5 +341,6 @@ def test_what_ships_claims_gpus_of_nvidia_alone():
         assert support.source
         if implementation.primitive in (DECODE, PREFILL):
             other = implementation.name == "nvidia.native_sm80"
-            assert support.archs in (("sm90",), ("sm100",)) or (other and "sm90" not in (support.archs or ("sm90",)))
+            both = implementation.name == NOPE_NAME  # a library has it for either, or for none
+            assert both or support.archs in (("sm90",), ("sm100",)) or (other and "sm90" not in (support.archs or ("sm90",)))
         assert math.isfinite(implementation.preference)

@@ -157,6 +157,6 @@ def test_what_it_declares():
     for heads in (1, 16, 40, 128):
         assert decode.support.reasons(asked.but(num_heads=heads, device=H200)) == ()
     assert prefill.support.reasons(request(device=H200)) == ()
-    for change in ({"kv_layout": "fp8_ds_mla"}, {"kv_layout": "bf16_nope"}, {"num_heads": 129}, {"uneven_blocks": True}):
+    for change in ({"kv_layout": "fp8_ds_mla"}, {"kv_layout": "fp8_v4"}, {"num_heads": 129}, {"uneven_blocks": True}):
         assert decode.support.reasons(asked.but(device=H200, **change)), change
     assert decode.prefills_as == prefill.name

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kept_images import kept_image
 from machines import A100, H200
 from native_model import Memory, stand_ins
 from test_triton_indexer import pages_of
@@ -26,7 +27,6 @@ from mla_portable.primitives.indexer_select import reference as select_reference
 from mla_portable.primitives.topk_select import reference as topk_reference
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import indexer_logits as indexer
-from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations, tokens_of_block
 
 BUILDS = (*DECODE.values(), *PREFILL.values())
@@ -191,7 +191,7 @@ def test_what_is_declared():
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.label)
 def test_machine_code_has_the_registers_that_its_warps_ask_for(build):
     """No spills; warps that take registers from others of their block find as many as these give, or they wait for ever."""
-    cubin = compile_build(build, "sm_90a")
+    cubin = kept_image(build, "sm_90a")
     usage, code = (compile_all.cuobjdump(cubin, option) for option in ("-res-usage", "-sass"))
     assert re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage) == [("0", "0")]
     assert f"QGMMA.64x{build.heads * (2 if build in PREFILL.values() else build.tokens)}x32" in code

@@ -24,6 +24,8 @@ from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, layout_name
 
 SCALE = 576**-0.5
 REQUEST = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
+FLAT = ("nvidia.flashmla_bf16", "nvidia.flashmla_nope", "nvidia.flashmla_sm100")
+"""Decodes of whole rows apart."""
 BOTH = pytest.mark.parametrize("layout", [BF16.name, FP8_DS_MLA.name])
 
 # ---------------------------------------------------------------------------------------------------- a launch
@@ -295,7 +297,7 @@ def test_a_cache_that_16_byte_copies_cannot_read_is_a_reason_and_no_error_of_a_c
         assert offered.support.reasons(request) == ()
         (reason,) = offered.support.reasons(request.but(cache_alignment=alignment))
         assert reason.subject == "cache_alignment" and "needs 16" in str(reason)
-        flat = offered.name in ("nvidia.flashmla_bf16", "nvidia.flashmla_sm100") and offered.primitive is SPARSE_DECODE
+        flat = offered.primitive is SPARSE_DECODE and offered.name in FLAT
         assert [reason.subject for reason in offered.support.reasons(request.but(uneven_blocks=True))] == [
             "uneven_blocks"
         ] * flat

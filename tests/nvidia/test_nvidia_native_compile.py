@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 
 import pytest
+from kept_images import kept_image
 from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
@@ -53,7 +54,7 @@ cuobjdump = cache(compile_all.cuobjdump)
 @pytest.fixture(scope="module", params=[*ALL, *TWO], ids=lambda build: build.label)
 def compiled(request):
     """(a build, its machine code)."""
-    return request.param, compile_build(request.param, ARCHS["sm90"])
+    return request.param, kept_image(request.param, ARCHS["sm90"])
 
 
 def test_nothing_spills(compiled):
@@ -168,7 +169,8 @@ def lines(capsys, *arguments):
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys):
+def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys, monkeypatch):
+    monkeypatch.setattr(compile_all, "compile_build", kept_image)
     code, made = lines(capsys)
     everything = [*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER, PACK_SELECTION, *MASKED]
     expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.targets]
@@ -201,6 +203,7 @@ def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys):
 
 
 def test_a_build_that_does_not_fit_fails_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(compile_all, "compile_build", kept_image)
     _, whole = lines(capsys, "--quick", "sm90")
     most = max(line["shared"] for line in whole)
     monkeypatch.setattr(compile_all, "SHARED_MEMORY", {"sm90": most - 1})

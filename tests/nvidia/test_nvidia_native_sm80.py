@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch_reference as reference
+from kept_images import kept_image
 from machines import A100, RTX_4090, RTX_5090
 from native_model import Memory, Model, attended, cache_of, check_laid_out, query_width, second_of, sink_of, stand_ins, store
 from test_nvidia_native import SCALE, cache, check_calls, check_second_cache, problem
@@ -201,7 +202,7 @@ def test_nothing_spills_and_as_many_blocks_as_were_meant_fit(build, arch):
     if arch not in build.archs:
         assert build.shared_bytes > 96_000 or build.blocks_per_sm > 1
         return
-    usage = compile_all.cuobjdump(compile_build(build, build.archs[arch]), "-res-usage")
+    usage = compile_all.cuobjdump(kept_image(build, build.archs[arch]), "-res-usage")
     ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
     assert stack == "0" and int(registers) * build.threads * build.blocks_per_sm <= 65_536
     held = build.program(arch).per_sm

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_images import kept_image
 from machines import A100, B200, H200
 from native_model import Memory, stand_ins
 from source_on_cpu import COMPILER, compiled
@@ -26,7 +27,6 @@ from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import driver
 from mla_portable_nvidia.native import masked_prefill as masked
 from mla_portable_nvidia.native import pack_selection as pack
-from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
 
 SOURCE = files(native).joinpath("masked_prefill.cu").read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ def test_a_row_of_words_is_one_launch_and_a_shape_is_prepared_once(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "sm120"])
 def test_pack_selection_compiles_without_spills(arch):
-    usage = compile_all.cuobjdump(compile_build(pack.BUILD, pack.PackBuild.archs[arch]), "-res-usage")
+    usage = compile_all.cuobjdump(kept_image(pack.BUILD, pack.PackBuild.archs[arch]), "-res-usage")
     assert re.findall(r"Function (\w+)", usage) == ["pack_selection"]
     assert re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage) == [("0", "0")]
 
@@ -351,7 +351,7 @@ def test_masked_prefill_declares_its_dims_and_one_architecture(device, asked, su
 
 @pytest.fixture(scope="module", params=BUILDS, ids=lambda build: build.label)
 def machine_code(request):
-    return request.param, compile_build(request.param, "sm_90a")
+    return request.param, kept_image(request.param, "sm_90a")
 
 
 def test_products_overlap_and_nothing_spills_between_them(machine_code):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +23,20 @@ from mla_portable.contracts import DeviceFacts
 from mla_portable.sglang import indexer, serving, stock
 
 CASE = unittest.TestCase()
-DEVICE = "cpu"
+DEVICE = os.environ.get("MLA_TEST_SGLANG_DEVICE", "cpu")
+"""Where the cases run: `ci/gpu_sglang` has them on a GPU."""
 
 
 @dataclass
 class Judged:
-    """Calls of SlotAttention, each as (kind, arguments)."""
+    """Calls of SlotAttention, each as (kind, arguments).
+
+    Attributes: worst: the greatest difference from the oracle. wanted: the oracle's last result.
+    """
 
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    worst: float = 0.0
+    wanted: Tensor | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -43,10 +50,17 @@ def judging() -> Iterator[Judged]:
 
     def compare(self: SlotAttention, q: Tensor, kv: Tensor, slots: Tensor, **named: Any) -> Tensor:
         out = forward(self, q, kv, slots, **named)
+        sink = named.get("attn_sink")
         wanted, _ = oracle.sparse_prefill(
-            q, kv, slots.long(), softmax_scale=named["softmax_scale"], attn_sink=named.get("attn_sink")
+            q.cpu(),
+            kv.cpu(),
+            slots.long().cpu(),
+            softmax_scale=named["softmax_scale"],
+            attn_sink=None if sink is None else sink.cpu(),
         )
-        torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=8e-3)
+        judged.worst = max(judged.worst, float((out.double().cpu() - wanted).abs().max()))
+        judged.wanted = wanted
+        torch.testing.assert_close(out.double().cpu(), wanted, rtol=1e-2, atol=8e-3)
         kind = f"{'decode' if named['decodes'] else 'prefill'} {self.spec.kv_layout}"
         judged.calls.append((kind, {"q": q, "kv": kv, "slots": slots, **named}))
         return out
@@ -91,7 +105,7 @@ def fixture(case: Any, **options: Any) -> Any:
     built = kit.build_dsa_sparse_attention_fixture(CASE, case, device=DEVICE, **options)
     gathers = built.backend.dsa_kv_cache_store_fp8 and options.get("dsa_prefill_backend") == "flashmla_sparse"
     if FUSED and not gathers:
-        requests = torch.tensor([i for i, rows in enumerate(case.input_lens) for _ in range(rows)])
+        requests = torch.tensor([i for i, rows in enumerate(case.input_lens) for _ in range(rows)]).to(DEVICE)
         table = built.runner.req_to_token_pool.req_to_token[built.forward_batch.req_pool_indices[requests]]
         slots = table.gather(1, built.topk_indices.clamp(min=0).long()).to(torch.int32)
         built.topk_indices = slots.masked_fill(built.topk_indices < 0, -1)

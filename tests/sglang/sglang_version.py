@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 
 try:
@@ -12,5 +13,6 @@ except metadata.PackageNotFoundError:
 
 SELECTORS = VERSION != "0.5.16"
 """It asks functions for DeepGEMM's."""
-FUSED = not SELECTORS
-"""Top-k names slots; else positions in a request, which SGLang maps to slots: 0.5.16 only where there are 2048 of them."""
+FUSED = os.environ.get("SGLANG_DSA_FUSE_TOPK", str(int(not SELECTORS))) == "1"
+"""SGLang's own variable: top-k names slots; else positions in a request, which SGLang maps to slots. 0.5.16 does so only where
+there are 2048 of them."""

@@ -20,7 +20,7 @@ from mla_portable.sglang import hooks, model, places, plugin, serving, settings,
 from mla_portable.sglang.status import changes
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
-APPLIED = places.PLACES if SELECTORS else places.ATTENTION
+APPLIED = places.PLACES if SELECTORS else (*places.ATTENTION, *places.PROMPTS)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_registration_names_the_hooks(registered: list[str], log: pytest.LogCapt
 def test_modes_of_registration(registered: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
     plugin.register()
-    assert registered == [place.target for place in places.ATTENTION]
+    assert registered == [place.target for place in (*places.ATTENTION, *places.PROMPTS)]
     registered.clear()
     monkeypatch.setenv(settings.ENV_MODE, "off")
     plugin.register()
@@ -231,3 +231,14 @@ def sink_argument(sink: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_objects_of_equal_layers_share_what_serves_them():
     one, other = (server_of(fixture(CASE).backend) for _ in range(2))
     assert one.attentions[0] is other.attentions[0]
+
+
+def test_what_is_bound_is_published_as_a_metric(monkeypatch: pytest.MonkeyPatch):
+    pretend(monkeypatch, A100)
+    published: list[tuple[str, list[tuple[str, str]]]] = []
+    monkeypatch.setattr(serving, "publish", lambda device, served, logger: published.append((device, list(served))))
+    monkeypatch.setattr(serving, "_shared", {})
+    assert server_of(fixture(CASE, dsa_prefill_backend="flashmla_sparse", dsa_decode_backend="fa3").backend) is not None
+    ((device, served),) = published
+    assert device.startswith("CPU")  # where it is bound
+    assert served == [("sparse_decode", "reference.torch"), ("sparse_prefill", "reference.torch")]

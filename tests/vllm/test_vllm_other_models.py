@@ -7,6 +7,7 @@ import importlib
 import re
 from typing import Any
 
+import engine
 import other_models
 import pytest
 import torch
@@ -24,11 +25,10 @@ RENAMED = {
         r"\.attn_hc\.": ".hc_attn_layer.hc_pre.hc_",
         r"\.ffn_hc\.": ".hc_mlp_layer.hc_pre.hc_",
         r"hc_head\.hc_": "hc_head.hc_head_",
-        r"_fn$": "_fn.weight",
     },
 }
-"""From transformers' names to those of checkpoints, the other way round than its conversion table has it. As checkpoints have
-them, hyper-connections of hy_v4 are linear layers."""
+"""From transformers' names to those of checkpoints, the other way round than its conversion table has it. The mixing weights of
+hyper-connections have no `.weight`: vLLM's loader of hy_v4 adds it, and leaves names out that have it already."""
 
 
 def parameters(kind: str, package: str, config: str, model: str) -> dict[str, tuple[int, ...]]:
@@ -74,3 +74,38 @@ def test_vllms_own_class_reads_the_fields_of_hy_v4():
     config = configs.HYV4Config(**other_models.hy_config(HEADS))
     assert config.learnable_sink and config.indexer_types == ["full"] * 2
     assert (config.index_topk, config.kv_lora_rank, config.qk_rope_head_dim) == (2048, 512, 64)
+
+
+def test_hyper_connections_run_without_tilelang(monkeypatch: pytest.MonkeyPatch):
+    """vLLM's own operators, as the kit changes them; on CUDA they would import TileLang at the first step."""
+    try:
+        mhc: Any = importlib.import_module("vllm.model_executor.layers.mhc")
+    except ImportError:
+        mhc = None
+    if not hasattr(mhc, "_apply_mhc_norm"):
+        return  # GLM-5.3-Flash came with 0.30; before it this way left the norm out
+    for kind in (mhc.MHCPreOp, mhc.MHCPostOp, mhc.MHCFusedPostPreOp):
+        monkeypatch.setattr(kind, "forward_cuda", kind.forward_cuda)  # for what runs after this test
+    assert engine.connect_without_tilelang()
+    tokens, streams, width = 3, 4, 128
+    random = torch.Generator().manual_seed(1)
+    float32: dict[str, Any] = {"dtype": torch.float32, "generator": random}
+    residual = torch.randn(tokens, streams, width, **float32).to(torch.bfloat16)
+    mixing = torch.randn(streams * (2 + streams), streams * width, **float32) / 16
+    scale, base = torch.ones(3, dtype=torch.float32), torch.randn(streams * (2 + streams), **float32)
+    norm = (1 + torch.randn(width, **float32)).to(torch.bfloat16)
+    given = {"fn": mixing, "hc_scale": scale, "hc_base": base, "rms_eps": 1e-5, "hc_pre_eps": 1e-6, "hc_sinkhorn_eps": 1e-6}
+    given |= {"hc_post_mult_value": 2.0, "sinkhorn_repeat": 20}
+    before, after = mhc.MHCPreOp.forward_cuda, mhc.MHCPostOp.forward_cuda
+    post, comb, plain = before(operator(mhc.MHCPreOp), residual, **given)
+    _, _, normed = before(operator(mhc.MHCPreOp), residual, **given, norm_weight=norm, norm_eps=1e-5)
+    wanted = plain.double() * (plain.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
+    torch.testing.assert_close(normed.double(), wanted, rtol=2e-2, atol=2e-2)
+    mixed = after(operator(mhc.MHCPostOp), plain, residual, post, comb)
+    fused = mhc.MHCFusedPostPreOp.forward_cuda(operator(mhc.MHCFusedPostPreOp), plain, residual, post, comb, **given)
+    assert torch.equal(fused[0], mixed) and torch.equal(fused[3], before(operator(mhc.MHCPreOp), mixed, **given)[2])
+
+
+def operator(kind: Any) -> Any:
+    """As a layer has it, without what its constructor reads of a configuration."""
+    return kind.__new__(kind)

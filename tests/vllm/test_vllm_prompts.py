@@ -34,6 +34,7 @@ from vllm_engine import (
 from mla_portable.attention import HeadDims
 from mla_portable.attention.prompt_times import PromptTimes
 from mla_portable.contracts import ContextShare, InvalidArgument
+from mla_portable.engine import prompts as shared
 from mla_portable.registry import get_registry, use
 from mla_portable.vllm import compat, prompts
 from mla_portable.vllm.metadata import MLAPortableMetadata
@@ -52,9 +53,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def make_prompt_engine(monkeypatch: pytest.MonkeyPatch, dtype: str = "auto", **engine: Any) -> Engine:
-    monkeypatch.setattr(prompts, "VENDORS", (get_registry().facts(CPU).vendor,))
+    monkeypatch.setattr(shared, "VENDORS", (get_registry().facts(CPU).vendor,))
     monkeypatch.setattr(prompts, "prompt_times", lambda heads: TOKEN)
-    monkeypatch.setattr(prompts, "LEAST_SAVED", LEAST - 1.0)
+    monkeypatch.setattr(shared, "LEAST_SAVED", LEAST - 1.0)
     monkeypatch.setattr(prompts, "BESIDE_DECODES", 0.0)
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda config: Backend)
     monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=1, rank_in_group=0))

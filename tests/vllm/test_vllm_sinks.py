@@ -36,7 +36,10 @@ def parameter() -> torch.nn.Parameter:
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("dtype, route", [("auto", "direct"), ("fp8", "direct"), ("fp8", "split"), ("fp8", "fused")])
+@pytest.mark.parametrize(
+    "dtype, route",
+    [("auto", "direct"), ("auto", "fused"), ("fp8", "direct"), ("fp8", "split"), ("fp8", "fused"), ("fp8", "upconvert")],
+)
 def test_every_token_attends_with_its_heads_sink(dtype: str, route: str, step: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", route)
     query_lens, seq_lens, padding = STEPS[step]

@@ -3,7 +3,7 @@
 
 Registers a detector and an implementation for each row of `PROVIDERS`: one per op and calling convention. Importing this
 module and registering import nothing of the vendor; `check` and `bind` do, on a device that the detector recognised. The
-registry checks and probes rows in order of declared cost, so what is open about an op (docs/iluvatar.md) is settled on the
+registry checks and probes rows in order of declared cost, so what is open about an op (docs/dev/iluvatar.md) is settled on the
 device, whether a graph can hold a call among it. Portable Triton kernels stand at 50, plain torch at 1000.
 """
 

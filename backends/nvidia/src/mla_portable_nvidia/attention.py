@@ -9,17 +9,19 @@ from functools import partial
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Primitive, Reason, Request
-from mla_portable.layouts import FP8_DS_MLA, FP8_V4, CacheLayout
+from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.discovery import Found, find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
 from mla_portable_nvidia.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
 from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
-from mla_portable_nvidia.support import attention_support, triton_missing, truncation_allowed, v4_support
+from mla_portable_nvidia.support import attention_support, nope_support, triton_missing, truncation_allowed, v4_support
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 _NAME_V4: Final = "nvidia.flashmla_v4"
+NOPE_NAME: Final = "nvidia.flashmla_nope"
+"""Rows without a rotary part, for which not every provider has a build."""
 _PREFERENCE: Final = 10.0
 _FEW_HEADS: Final = 32
 """Up to as many, `nvidia.native_v4` computes `fp8_v4` faster than FlashMLA does 64 (docs/nvidia.md)."""
@@ -28,16 +30,16 @@ _PADDING_V4: Final = 25.0
 
 
 def _kernel(request: Request) -> Found:
-    found = find_kernel(request.primitive, request.device, layout=_layout(request))
+    found = find_kernel(request.primitive, request.device, layout=read_layout(request))
     if found.provider is None:
         why = "; ".join(map(str, found.reasons)) or "no provider was found"
         raise MLAPortableError(f"{request.primitive}: nothing brings FlashMLA here: {why}")
     return found
 
 
-def _layout(request: Request) -> CacheLayout:
-    """What decode reads."""
-    return FP8_V4 if request.kv_layout == FP8_V4.name else FP8_DS_MLA
+def read_layout(request: Request) -> CacheLayout:
+    """By what `find_kernel` finds the provider for a request: of calls with a rotary part it is one."""
+    return next((each for each in (FP8_V4, BF16_NOPE) if each.name == request.kv_layout), FP8_DS_MLA)
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
@@ -52,7 +54,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         takes_plan=found.traits.takes_plan,
         arch=device.arch,
         num_sms=device.num_sms,
-        layout=_layout(request),
+        layout=read_layout(request),
         sanitises=not (request.clean_indices and _fits(request.topk) and _fits(request.extra_topk or 0)),
         finishes=request.lse or not _comes_finished(found, request),
     )
@@ -104,7 +106,8 @@ def _v4_preference(request: Request) -> float:
 def attention_implementations(
     *, device_types: tuple[str, ...] = ("cuda",), environ: Mapping[str, str] | None = None
 ) -> Iterator[Implementation]:
-    """sparse_decode and sparse_prefill, each for SM90 and for SM100; sparse_decode on `fp8_v4` for SM90.
+    """sparse_decode and sparse_prefill, each for SM90 and for SM100; sparse_prefill on `bf16_nope` for both; sparse_decode on
+    `fp8_v4` for SM90.
 
     Args:
         device_types: ("cuda",) but for tests that run stand-ins of the kernels on a CPU.
@@ -129,6 +132,14 @@ def attention_implementations(
             check=partial(check_kernel, SPARSE_PREFILL),
             preference=_PREFERENCE,
         )
+    yield Implementation(
+        NOPE_NAME,
+        SPARSE_PREFILL,
+        nope_support(device_types=device_types),
+        bind_sparse_prefill,
+        check=partial(check_kernel, SPARSE_PREFILL, layout=BF16_NOPE),
+        preference=_PREFERENCE,
+    )
     yield Implementation(
         _NAME_V4,
         SPARSE_DECODE,

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from mla_portable.layouts import FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, CacheLayout
+from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, CacheLayout
 from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel, SecondCache
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
@@ -138,18 +138,25 @@ def _zeroes_empty(
     return plain, sunk
 
 
-def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[int, ...]) -> Traits:
+def calibrate_prefill(
+    kernel: PrefillKernel, device: torch.device, heads: tuple[int, ...], layout: CacheLayout = BF16
+) -> Traits:
     """One call on one token of 128 keys for each count in `heads`, and a few on tokens without any; waits for the device.
+
+    Rows between those that are asked for are NaN: a build for wider rows would read on into them.
+
+    layout: of the rows, not quantised.
 
     Raises: NotThisConvention when none is accepted or the provider computes something else; device faults as they come.
     """
-    kv = torch.zeros((_PREFILL_KEYS, 1, HEAD_SIZE), dtype=torch.bfloat16, device=device)
-    indices = torch.arange(_PREFILL_KEYS, dtype=torch.int32, device=device).view(1, 1, -1)
+    kv = torch.zeros((2 * _PREFILL_KEYS, 1, layout.key_width), dtype=torch.bfloat16, device=device)
+    kv[1::2] = math.nan
+    indices = torch.arange(0, 2 * _PREFILL_KEYS, 2, dtype=torch.int32, device=device).view(1, 1, -1)
     accepted: list[int] = []
     base_2 = False
     refusal = NotThisConvention("no head count was tried")
     for count in heads:
-        q = torch.zeros((1, count, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+        q = torch.zeros((1, count, layout.key_width), dtype=torch.bfloat16, device=device)
         try:
             out, lse = kernel(q, kv, indices, 1.0)
             base_2 = _base_2("sparse prefill", q, out, lse, (1, count), _PREFILL_KEYS)
@@ -164,7 +171,8 @@ def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[
     if kernel.takes_lengths:
         rows += [(each, {"lengths": torch.zeros(1, dtype=torch.int32, device=device)}) for each in (indices, rows[0][0])]
     counts = [count for count in KERNEL_HEADS if count in accepted]  # a sink is not applied to padded heads, as fewer may be
-    return Traits(base_2, *_zeroes_empty("sparse prefill", kernel, kv, (1,), counts, rows), heads=tuple(accepted))
+    zeroes = _zeroes_empty("sparse prefill", kernel, kv, (1,), counts, rows, layout.key_width)
+    return Traits(base_2, *zeroes, heads=tuple(accepted))
 
 
 def _base_2(what: str, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, lse_shape: tuple[int, ...], keys: int) -> bool:

@@ -193,7 +193,7 @@ def find_kernel(
 ) -> Found:
     """The provider of sparse_decode or sparse_prefill on a device; found once for each device and choice of provider.
 
-    layout: of the cache that decode reads; not every provider reads every layout.
+    layout: of the cache that decode reads, or of the rows that its workspace has; not every provider reads every layout.
 
     Loads libraries and, the first time, runs a few tiny calls on the device and waits for them.
     """
@@ -231,7 +231,7 @@ def _find(primitive: Primitive, facts: DeviceFacts, environ: Mapping[str, str], 
             if primitive is SPARSE_DECODE:
                 traits = calibrate_decode(kernel, device, layout)
             else:
-                traits = calibrate_prefill(kernel, device, PREFILL_HEADS)
+                traits = calibrate_prefill(kernel, device, PREFILL_HEADS, layout.workspace)
         except NotThisConvention as failure:
             remedy = source.remedy if not forced else f"{source.remedy}, or unset {PROVIDER_VARIABLE}"
             reasons.append(Reason(f"provider {name}", "not usable:", str(failure), remedy))

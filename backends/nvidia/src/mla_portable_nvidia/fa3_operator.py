@@ -5,6 +5,9 @@ With pages of one token, queries are given in two halves, the rotary one as `q` 
 rotary columns of the cached rows, values the latent ones. Each query row is a sequence of its own, whose pages are the rows
 that it chose. vLLM's backend FLASH_ATTN_MLA_SPARSE and SGLang's `fa3` call it so. The operator has the same name and
 arguments in each package; those that are not used here get the value that leaves them out.
+
+Rows without a rotary part are given with 64 of their own columns as the keys that the operator demands beside `q_v`, and zeros
+as the queries of these: what that adds to a score is 0.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any, Final, TypeVar
 from torch import Tensor
 
 from mla_portable.contracts import Reason
-from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from mla_portable.layouts import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from mla_portable_nvidia.conventions import NotThisConvention, Positions
 from mla_portable_nvidia.discovery import PROVIDER_VARIABLE, load_from, operator_of
 
@@ -28,6 +31,8 @@ _NEEDED: Final = (
     "q", "k", "v", "q_v", "out", "seqused_k", "max_seqlen_k", "page_table", "softmax_scale", "num_splits",
 )  # fmt: skip
 _HALVES: Final = (KV_LORA_RANK, QK_ROPE_HEAD_DIM)
+IDLE_QUERY_BYTES: Final = 2 * QK_ROPE_HEAD_DIM
+"""Of the zeros for each head of a token of rows without a rotary part."""
 _UNUSED: Final[dict[str, Any]] = {
     "is_causal": False,
     "window_size_left": -1,
@@ -44,7 +49,7 @@ _UNUSED: Final[dict[str, Any]] = {
 
 
 Halves = tuple[Tensor, Tensor]
-"""Values [W, 1, 1, 512] and keys [W, 1, 1, 64] of rows."""
+"""Values [W, 1, 1, 512] and keys [W, 1, 1, 64] of rows; of those without a rotary part, keys that no query looks at."""
 
 
 class FA3Operator:
@@ -73,8 +78,9 @@ class FA3Operator:
         """Attend.
 
         Args:
-            q: [T, 1, H, 576] bf16; address and strides in multiples of 16 bytes, as those of kv and out.
-            halves: `halves_of` kv [W, 576] bf16.
+            q: [T, 1, H, 576] bf16, or [T, 1, H, 512] where rows have no rotary part; address and strides in multiples of 16
+                bytes, as those of kv and out.
+            halves: `halves_of` kv [W, 576] or [W, 512] bf16.
             pages: [T, K] int32, the first counts[t] of which are rows of kv; the others are not read. K contiguous.
             counts: [T] int32, contiguous, each 0 to K.
             num_splits: of a row's pages, at most; 0 for as many as the operator likes.
@@ -82,7 +88,10 @@ class FA3Operator:
         Returns: lse [T, H, 1] float32, natural, infinite where there are no pages.
         """
         given = self._template.copy()
-        given[self._q_v], given[self._q] = q.split_with_sizes(_HALVES, 3)
+        if q.shape[3] == KV_LORA_RANK:
+            given[self._q_v], given[self._q] = q, q.new_zeros((*q.shape[:3], QK_ROPE_HEAD_DIM))
+        else:
+            given[self._q_v], given[self._q] = q.split_with_sizes(_HALVES, 3)
         given[self._v], given[self._k] = halves
         given[self._table], given[self._used], given[self._most] = pages, counts, pages.shape[1]
         given[self._scale], given[self._splits], given[self._out] = softmax_scale, num_splits, out
@@ -129,8 +138,11 @@ class FA3Prompts:
 
 
 def halves_of(kv: Tensor) -> Halves:
-    """Rows kv [W, 576] as pages of one token."""
-    values, keys = kv.view(-1, 1, 1, HEAD_SIZE).split_with_sizes(_HALVES, 3)
+    """Rows kv [W, 576], or [W, 512], as pages of one token."""
+    rows = kv.view(-1, 1, 1, kv.shape[1])
+    if kv.shape[1] == KV_LORA_RANK:
+        return rows, rows[..., :QK_ROPE_HEAD_DIM]
+    values, keys = rows.split_with_sizes(_HALVES, 3)
     return values, keys
 
 

@@ -3,7 +3,8 @@
 
 The kernel computes tiles of 64 heads by 64 keys of any head count. It reads the leading pages of a row's list and follows
 them unchecked, so indices pass through `page_lists` first, unless the request promises that what is in front of the lengths
-are rows of kv. It has no sink for heads of these widths: that is applied afterwards.
+are rows of kv. It has no sink for heads of these widths: that is applied afterwards. It has no build for rows without a rotary
+part either: rows of `bf16_nope` take as long as those with one (`fa3_operator`).
 
 Splits: the kernel cuts the keys of rows that leave multiprocessors idle, by the lengths that it reads on the device, even if a
 small last wave follows. The largest number of splits is an argument. vLLM passes 0. The kernel then allocates 28 accumulators
@@ -30,10 +31,10 @@ from mla_portable.contracts import (
     Request,
     Support,
 )
-from mla_portable.layouts import BF16, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
-from mla_portable_nvidia.fa3_operator import FA3Operator, Halves, find_fa3, halves_of
+from mla_portable_nvidia.fa3_operator import IDLE_QUERY_BYTES, FA3Operator, Halves, find_fa3, halves_of
 from mla_portable_nvidia.flat_decode import FlatDecode, FlatPrefill
 from mla_portable_nvidia.head_padding import aligned
 from mla_portable_nvidia.support import triton_missing
@@ -95,14 +96,14 @@ class FlashAttention3:
         Args:
             lists: False where indices and lengths are promised to be clean: they are lists of pages then.
             finishes: False where neither an lse nor a sink is asked for: the kernel's `out` is the result.
-            max_scratch_bytes: bound on accumulators, and on lists.
+            max_scratch_bytes: bound on accumulators, and on lists and idle queries.
         """
         self._operator, self._boundary, self._page_lists = operator, boundary, page_lists
         self._num_sms, self._lists, self._finishes = num_sms, lists, finishes
         self._max_scratch_bytes, self._no_lse = max_scratch_bytes, torch.empty(0)
 
     def view_of(self, kv: Tensor) -> Halves:
-        """kv [W, 576] bf16 as a call takes it."""
+        """kv [W, 576] or [W, 512] bf16 as a call takes it."""
         return halves_of(kv)
 
     def __call__(
@@ -117,12 +118,12 @@ class FlashAttention3:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """List, attend and finish, as far as there is need; in chunks of tokens where lists would be large.
+        """List, attend and finish, as far as there is need; in chunks of tokens where lists or idle queries would be large.
 
         Args: as of sparse_decode with one query token a row, but kv: `view_of` the rows that the indices count.
         Returns: as asked; where nothing is finished, a tensor without elements as lse, and `lse_out` stays as it was.
         """
-        num_tokens, _, num_heads, _ = q.shape
+        num_tokens, _, num_heads, width = q.shape
         if out is None:
             out = torch.empty((num_tokens, 1, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         if not self._finishes:
@@ -136,19 +137,24 @@ class FlashAttention3:
             return out.zero_(), lse_out.fill_(-math.inf)
         indices = indices.squeeze(1)
         lengths = None if lengths is None else lengths.squeeze(1)
-        if not self._lists and lengths is not None and indices.stride(1) == 1:
-            self._attend(q, kv, indices, lengths.contiguous(), softmax_scale, attn_sink, out, lse_out)
-            return out, lse_out
         topk = indices.shape[1]
-        rows = min(num_tokens, max(self._max_scratch_bytes // (4 * topk), 1))
-        pages = torch.empty((rows, topk), dtype=torch.int32, device=q.device)
-        counts = torch.empty(rows, dtype=torch.int32, device=q.device)
+        clean = not self._lists and lengths is not None and indices.stride(1) == 1
+        token_bytes = (0 if clean else 4 * topk) + (IDLE_QUERY_BYTES * num_heads if width == KV_LORA_RANK else 0)
+        rows = min(num_tokens, max(self._max_scratch_bytes // token_bytes, 1)) if token_bytes else num_tokens
+        pages = counts = None
+        if not clean:
+            pages = torch.empty((rows, topk), dtype=torch.int32, device=q.device)
+            counts = torch.empty(rows, dtype=torch.int32, device=q.device)
         for begin in range(0, num_tokens, rows):
             part = slice(begin, min(begin + rows, num_tokens))
-            some, used = pages[: part.stop - begin], counts[: part.stop - begin]
-            self._page_lists(some, used, indices[part], None if lengths is None else lengths[part], num_rows)
+            some, used = indices[part], None if lengths is None else lengths[part]
+            if pages is not None and counts is not None:
+                listed, counted = pages[: part.stop - begin], counts[: part.stop - begin]
+                self._page_lists(listed, counted, some, used, num_rows)
+                some, used = listed, counted
+            assert used is not None
             lse_part = lse_out[part] if self._finishes else lse_out
-            self._attend(q[part], kv, some, used, softmax_scale, attn_sink, out[part], lse_part)
+            self._attend(q[part], kv, some, used.contiguous(), softmax_scale, attn_sink, out[part], lse_part)
         return out, lse_out
 
     def _attend(
@@ -214,7 +220,7 @@ def bind_fa3_decode(request: Request) -> SparseDecode:
 
 
 def _scratch(request: Request) -> int:
-    """Bytes at most of accumulators and lists."""
+    """Bytes at most of accumulators, and of lists and idle queries."""
     return 2 * DEFAULT_SCRATCH_BYTES
 
 
@@ -225,7 +231,7 @@ def fa3_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterato
         "device_types": device_types,
         "vendors": ("nvidia",),
         "archs": ("sm90",),
-        "kv_layouts": (BF16.name,),
+        "kv_layouts": (BF16.name, BF16_NOPE.name),
         "max_heads": 128,
         "cache_alignment": 16,
         "workspace_bytes": _scratch,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
-from mla_portable.layouts import BF16, HEAD_SIZE, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode
-from mla_portable_nvidia.attention import bind_sparse_prefill, check_kernel
+from mla_portable_nvidia.attention import NOPE_NAME, bind_sparse_prefill, check_kernel, read_layout
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 from mla_portable_nvidia.kept_views import KeptViews
@@ -35,7 +35,7 @@ class FlatAttention(Protocol[View]):
     """Attention of rows of one query token, in the axes of decode, over flat BF16 rows in place of a cache."""
 
     def view_of(self, kv: Tensor) -> View:
-        """kv [W, 576] bf16 as a call takes it."""
+        """kv [W, 576] or [W, 512] bf16 as a call takes it."""
         ...
 
     def __call__(
@@ -164,7 +164,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _flat(kv_cache: Tensor) -> tuple[Tensor, int]:
-    """The cache's memory as rows [n, 576], and how many rows lie between its blocks. Raises: InvalidArgument."""
+    """The cache's memory as rows [n, width], and how many rows lie between its blocks. Raises: InvalidArgument."""
     blocks, block, width = kv_cache.shape
     apart = kv_cache.stride(0) if blocks > 1 else block * width
     if kv_cache.stride()[1:] != (width, 1) or apart % width:
@@ -172,7 +172,7 @@ def _flat(kv_cache: Tensor) -> tuple[Tensor, int]:
             "sparse_decode",
             "kv_cache",
             got=f"strides {kv_cache.stride()}",
-            expected=f"blocks of rows that lie {HEAD_SIZE} elements apart, a whole number of rows from block to block",
+            expected=f"blocks of rows that lie {width} elements apart, a whole number of rows from block to block",
             remedy="Pad the cache's blocks by whole rows, or take another backend.",
         )
     pitch = apart // width
@@ -192,7 +192,7 @@ def bind_flat_decode(request: Request) -> SparseDecode:
 
     prefill = request.but(primitive=SPARSE_PREFILL, block_size=None, query_len=None)
     whole, device = bind_sparse_prefill(prefill), request.device
-    found = find_kernel(SPARSE_PREFILL, device)
+    found = find_kernel(SPARSE_PREFILL, device, layout=read_layout(request))
     split = SplitPrefill(
         whole,
         found.kernel,
@@ -207,22 +207,26 @@ def bind_flat_decode(request: Request) -> SparseDecode:
 
 
 def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation]:
-    """sparse_decode of a BF16 cache, for SM90. device_types: ("cuda",) but for tests with stand-ins of the kernel."""
-    yield Implementation(
-        name="nvidia.flashmla_bf16",
-        primitive=SPARSE_DECODE,
-        support=Support(
-            source="FlashMLA 9241ae3: flash_mla_sparse_fwd, a query token as a token of a prefill",
-            device_types=device_types,
-            vendors=("nvidia",),
-            archs=("sm90",),
-            kv_layouts=(BF16.name,),
-            padded_heads=KERNEL_HEADS,
-            cache_alignment=16,
-            needs_whole_rows=True,
-        ),
-        bind=bind_flat_decode,
-        check=partial(check_kernel, SPARSE_PREFILL),
-        preference=_PREFERENCE,
-        prefills_as="nvidia.flashmla",
-    )
+    """sparse_decode of a BF16 cache, with a rotary part or without, for SM90.
+
+    device_types: ("cuda",) but for tests with stand-ins of the kernel.
+    """
+    for name, layout, prefills_as in (("nvidia.flashmla_bf16", BF16, "nvidia.flashmla"), (NOPE_NAME, BF16_NOPE, NOPE_NAME)):
+        yield Implementation(
+            name=name,
+            primitive=SPARSE_DECODE,
+            support=Support(
+                source="FlashMLA 9241ae3: flash_mla_sparse_fwd, a query token as a token of a prefill",
+                device_types=device_types,
+                vendors=("nvidia",),
+                archs=("sm90",),
+                kv_layouts=(layout.name,),
+                padded_heads=KERNEL_HEADS,
+                cache_alignment=16,
+                needs_whole_rows=True,
+            ),
+            bind=bind_flat_decode,
+            check=partial(check_kernel, SPARSE_PREFILL, layout=layout),
+            preference=_PREFERENCE,
+            prefills_as=prefills_as,
+        )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import attention_results
-from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.conventions import PrefillKernel
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
 
@@ -28,7 +28,7 @@ SCRATCH_BYTES: Final = 128 << 20
 """Bound on padded queries, results and masked indices of one kernel call: about 900 tokens of 64 heads, 7 per SM."""
 NATIVE_HEADS: Final[dict[str, frozenset[int]]] = {"sm90": frozenset(), "sm100": frozenset()}
 """By arch, head counts below 64 that run unpadded where the provider has them, because that was measured to be faster.
-None was: the paths for 8, 16 and 32 heads in vLLM 0.33.0's build took longer than 64 heads (docs/nvidia.md)."""
+None was: the paths for 8, 16 and 32 heads in vLLM 0.33.0's build took longer than 64 heads (docs/dev/nvidia-adapters.md)."""
 _PADDED_QUERIES: Final = PaddedQueries()
 
 
@@ -84,7 +84,7 @@ class FlashMLAPrefill:
 
         Returns: as asked; where nothing is finished, a tensor without elements as lse, and `lse_out` stays as it was.
         """
-        num_tokens, num_heads, _ = q.shape
+        num_tokens, num_heads, key_width = q.shape
         if self._finishes:
             out, lse_out = attention_results(q, kv, out, lse_out)
         else:
@@ -103,11 +103,11 @@ class FlashMLAPrefill:
         if not masks and heads == num_heads:
             self._attend(aligned(q), kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
             return out, lse_out
-        row_bytes = (4 * width if masks else 0) + (2 * heads * (HEAD_SIZE + KV_LORA_RANK) if heads != num_heads else 0)
+        row_bytes = (4 * width if masks else 0) + (2 * heads * (key_width + KV_LORA_RANK) if heads != num_heads else 0)
         rows = min(num_tokens, max(self._max_scratch_bytes // row_bytes, 1))
         padded = masked = None
         if heads != num_heads:
-            padded = _PADDED_QUERIES.take(rows, num_heads, heads, q.device)
+            padded = _PADDED_QUERIES.take(rows, num_heads, heads, q.device, key_width)
         if masks:
             masked = torch.empty((rows, 1, width), dtype=torch.int32, device=q.device)
         for begin in range(0, num_tokens, rows):

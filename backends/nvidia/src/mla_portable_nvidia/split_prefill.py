@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import SparsePrefill
 from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
 from mla_portable_nvidia.conventions import PrefillKernel
@@ -61,20 +61,20 @@ class SplitPrefill:
         self._whole, self._kernel, self._passes, self._base_2 = whole, kernel, passes, base_2
         self._heads = sorted(set(heads) & set(KERNEL_HEADS))
         self._num_sms, self._sanitises, self._with_lse, self._no_lse = num_sms, sanitises, with_lse, torch.empty(0)
-        self._cuts: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._cuts: dict[tuple[int, int, int, int], tuple[int, int]] = {}
 
     def view_of(self, kv: Tensor) -> Tensor:
-        """kv [W, 576] bf16 as a call takes it: [W, 1, 576]."""
+        """kv [W, 576] or [W, 512] bf16 as a call takes it, with an axis of one head."""
         return kv.unsqueeze(1)
 
-    def _cut(self, num_tokens: int, num_heads: int, topk: int) -> tuple[int, int]:
+    def _cut(self, num_tokens: int, num_heads: int, topk: int, width: int) -> tuple[int, int]:
         """With how many heads and in how many parts the kernel computes rows of this shape; 0 parts where `whole` does."""
         heads = next((count for count in self._heads if num_heads <= count), 0)
         if not heads or topk % TOPK_MULTIPLE:
             return heads, 0
         parts = num_parts(num_tokens, heads, topk, self._num_sms)
         # one part of padded heads: the pass before pads as well
-        pads = heads != num_heads and 2 * num_tokens * heads * (HEAD_SIZE + KV_LORA_RANK) <= SCRATCH_BYTES
+        pads = heads != num_heads and 2 * num_tokens * heads * (width + KV_LORA_RANK) <= SCRATCH_BYTES
         return heads, parts if parts > 1 or pads else 0
 
     def __call__(
@@ -94,8 +94,8 @@ class SplitPrefill:
         Args: as of sparse_decode with one query token a row, but kv: `view_of` the rows that the indices count.
         Returns: out and lse; a tensor without elements as lse where none is asked for, and `lse_out` stays as it was.
         """
-        (num_tokens, _, num_heads, _), topk = q.shape, indices.shape[2]
-        shape = num_tokens, num_heads, topk
+        (num_tokens, _, num_heads, width), topk = q.shape, indices.shape[2]
+        shape = num_tokens, num_heads, topk, width
         cut = self._cuts.get(shape)
         if cut is None:
             cut = self._cuts[shape] = self._cut(*shape)
@@ -120,7 +120,7 @@ class SplitPrefill:
             )
             return out, returned
         kernel, rows, part = self._kernel, num_tokens * parts, topk // parts
-        queries = torch.empty((rows, heads, HEAD_SIZE), dtype=q.dtype, device=q.device)
+        queries = torch.empty((rows, heads, width), dtype=q.dtype, device=q.device)
         limits = None
         if lengths is not None and kernel.takes_lengths:
             limits = torch.empty(rows, dtype=torch.int32, device=q.device)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Primitive, Reason, Request, Support
-from mla_portable.layouts import FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, SCALE_FORMATS
+from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, SCALE_FORMATS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.head_padding import KERNEL_HEADS, kernel_heads
 
@@ -109,6 +109,19 @@ def attention_support(
         needs_whole_rows=arch != "sm90",
         scale_formats=scale_formats,
         workspace_bytes=_decode_scratch,
+    )
+
+
+def nope_support(*, device_types: tuple[str, ...] = ("cuda",)) -> Support:
+    """The declaration for sparse_prefill on `bf16_nope`, rows of 512, on SM90 and SM100: what DeepSeek-V4 made FlashMLA add."""
+    return Support(
+        source="FlashMLA 9241ae3: csrc/api/sparse_fwd.h (d_qk 512) and its tests; SM100 was not run here",
+        device_types=device_types,
+        vendors=("nvidia",),
+        archs=ARCHS,
+        kv_layouts=(BF16_NOPE.name,),
+        padded_heads=KERNEL_HEADS,
+        cache_alignment=16,
     )
 
 

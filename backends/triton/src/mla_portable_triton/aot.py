@@ -115,9 +115,14 @@ def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
         raise ValueError(f"{variant.label}: no type and no value for {', '.join(missing)}")
     signature = {name: variant.signature.get(name, "constexpr") for name in names}
     strides = {param.name for param in variant.kernel.params if "_stride" in param.name and not param.do_not_specialize}
-    multiples = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in strides]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in multiples}
-    source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constexprs), attrs=aligned)
+    # as Triton states them for a call, constants included, so that what is compiled here has the name that a call looks for
+    attributes: dict[tuple[int, ...], list[Any]] = {}
+    for i, name in enumerate(names):
+        if signature[name].startswith("*") or name in strides:
+            attributes[i,] = [["tt.divisibility", 16]]
+        elif signature[name] == "constexpr":
+            attributes[i,] = []
+    source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constexprs), attrs=attributes)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     if variant.max_registers:
         options["maxnreg"] = variant.max_registers

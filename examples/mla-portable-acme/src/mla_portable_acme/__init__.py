@@ -20,10 +20,11 @@ from mla_portable.contracts import (
     Support,
     hookimpl,
 )
-from mla_portable.primitives import SPARSE_PREFILL, SparsePrefill
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 
 LIBRARY = "mla_portable_acme.vendor_library"
 SYMBOL = "sparse_mla_fwd"
+DECODE_SYMBOL = "paged_mla_decode"
 
 SUPPORT = Support(
     source="acme kernel manual 1.2, section 3",
@@ -36,15 +37,38 @@ SUPPORT = Support(
     graph=False,
 )
 
+DECODE_SUPPORT = Support(
+    source="acme kernel manual 1.2, section 4",
+    device_types=("cpu", "cuda"),
+    kv_layouts=("bf16",),
+    padded_heads=(64,),
+    topk_multiple=64,
+    block_sizes=(64,),
+    attn_sink=False,
+    graph=False,
+)
 
-def check(device: DeviceFacts) -> Iterable[Reason]:
+
+def check_decode(device: DeviceFacts) -> Iterable[Reason]:
+    """As `check`, for the decode kernel."""
+    return check(device, DECODE_SYMBOL)
+
+
+def bind_decode(request: Request) -> SparseDecode:
+    """As `bind`, for the decode kernel."""
+    from mla_portable_acme.sparse_decode import AcmeSparseDecode
+
+    return AcmeSparseDecode(import_module(LIBRARY))
+
+
+def check(device: DeviceFacts, symbol: str = SYMBOL) -> Iterable[Reason]:
     """Is the library here, and does it have the symbol that the adapter calls?"""
     try:
         library = import_module(LIBRARY)
     except ImportError as error:
         return [Reason("library", "missing", str(error), "install acme's kernel package")]
-    if not hasattr(library, SYMBOL):
-        return [Reason("symbol", SYMBOL, "not in this version of the library", "install acme's kernels 1.2 or newer")]
+    if not hasattr(library, symbol):
+        return [Reason("symbol", symbol, "not in this version of the library", "install acme's kernels 1.2 or newer")]
     return []
 
 
@@ -75,7 +99,7 @@ def detect(device: torch.device) -> DeviceFacts | None:
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    """Offer acme's one kernel, and recognise its devices."""
+    """Offer acme's two kernels, and recognise its devices."""
     registrar.add_detector(detect)
     registrar.add(
         Implementation(
@@ -84,6 +108,16 @@ def mla_portable_register(registrar: Registrar) -> None:
             support=SUPPORT,
             bind=bind,
             check=check,
+            preference=20,
+        )
+    )
+    registrar.add(
+        Implementation(
+            name="acme.v1",
+            primitive=SPARSE_DECODE,
+            support=DECODE_SUPPORT,
+            bind=bind_decode,
+            check=check_decode,
             preference=20,
         )
     )

@@ -22,8 +22,8 @@ __all__ = ["VARIABLE", "compile_kept", "folder"]
 
 VARIABLE: Final = "MLA_PORTABLE_NVIDIA_CACHE"
 """The folder to keep images in, or `off`."""
-_KEPT: Final = 64
-"""Files of a folder; the oldest are removed. A version of this package has some 20 builds of about 100 KB."""
+_KEPT: Final = 512
+"""Files of a folder; the oldest are removed. A version of this package has some 60 builds for a device, of about 100 KB."""
 _MAGIC: Final = b"mla-portable image 1\n"
 _DIGEST: Final = hashlib.sha256().digest_size
 

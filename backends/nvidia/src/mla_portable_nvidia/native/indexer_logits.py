@@ -117,7 +117,7 @@ DECODE: Final = {
     for heads in HEADS
     for tokens, stages, blocks in ((1, 3, 4), (2, 6, 2))
 }
-"""(heads, tokens) -> build. H200, 2026-11-22: docs/indexer.md."""
+"""(heads, tokens) -> build. H200, 2026-11-22: docs/dev/indexer.md."""
 PREFILL: Final = {heads: PrefillBuild(heads, 8) for heads in HEADS}
 
 

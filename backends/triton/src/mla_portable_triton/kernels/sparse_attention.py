@@ -5,8 +5,8 @@ One program serves BLOCK_H heads of a row over one split of its indices, BLOCK_N
 their latent as key and as value, keep a running maximum and sum in base 2 (`softmax_scale * log2(e)` is folded into the
 scores). Splits write normalised partial results for `merge_states`. A workspace is a cache of one-token blocks.
 
-The kernel here is that of bf16 rows; FP8 rows have their own (`sparse_attention_fp8`, `sparse_attention_v4`), with the same
-parameters.
+The kernel here is that of bf16 rows. Rows of e4m3 codes of any layout have another (`sparse_attention_fp8`), with the same
+parameters and those of `coded_rows`.
 
 With a second cache the tiles of its list follow those of the first. A tile has slots of one list alone, so that a scalar
 chooses the cache's pointer and geometry; no more than the loads of a step know of it.
@@ -22,7 +22,6 @@ Cost of a row: K * 656 B (FP8), K * 584 B (fp8_v4), K * 1152 B (bf16) or K * 102
 once for each head tile, 2 * H * K * (1024 + ROPE) flops.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping
 
 import triton
@@ -45,9 +44,9 @@ from mla_portable_triton.kernels.attention_parts import (
 )
 from mla_portable_triton.kernels.bfloat16 import dot_operand
 from mla_portable_triton.kernels.coded_products import fp8_constants
-from mla_portable_triton.kernels.row_layout import BF16_ROWS, FP8_ROWS, LATENT, V4_ROW_BYTES, V4_ROWS, rows_of, rows_of_layout
+from mla_portable_triton.kernels.coded_rows import CONSTANTS as CODED_ROWS
+from mla_portable_triton.kernels.row_layout import LATENT, V4_ROW_BYTES, V4_ROWS, rows_of, rows_of_layout
 from mla_portable_triton.kernels.sparse_attention_fp8 import sparse_attention_fp8_kernel
-from mla_portable_triton.kernels.sparse_attention_v4 import sparse_attention_v4_kernel
 from mla_portable_triton.kernels.strides import stride_unit
 
 LOG2_E = 1.4426950408889634
@@ -200,12 +199,8 @@ def sparse_attention_kernel(
     store_as(out_rows + 384, acc3 * inverse, written, BF16_NATIVE)
 
 
-_KERNELS = {
-    BF16_ROWS.value: sparse_attention_kernel,
-    FP8_ROWS.value: sparse_attention_fp8_kernel,
-    V4_ROWS.value: sparse_attention_v4_kernel,
-}
-_launchers = {rows: TritonLauncher(kernel) for rows, kernel in _KERNELS.items()}
+_launcher = TritonLauncher(sparse_attention_kernel)
+_launcher_fp8 = TritonLauncher(sparse_attention_fp8_kernel)
 
 
 def launch(
@@ -266,8 +261,9 @@ def launch(
         extra_stride_b, extra_stride_s, _ = extra_indices.stride()
         extra_topk = extra_indices.shape[2]
     extra_lengths_strides = (0, 0) if extra_lengths is None else extra_lengths.stride()
-    rows = rows_of(kv.element_size(), kv.shape[-1])
-    _launchers[rows](
+    coded = CODED_ROWS.get(rows_of(kv.element_size(), kv.shape[-1]))
+    launcher = _launcher if coded is None else _launcher_fp8
+    launcher(
         (num_rows * head_tiles, num_splits),
         out,
         lse_out,
@@ -317,7 +313,7 @@ def launch(
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **(fp8 if rows != BF16_ROWS.value else {}),
+        **({} if coded is None else {**fp8, **coded}),
     )
 
 
@@ -339,7 +335,7 @@ def slot_geometry(kv: Tensor) -> tuple[int, int, int, int]:
 
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterator[AotVariant]:
-    """What `arch` runs: each of its configurations on all layouts, whole rows with a sink and lengths, and splits.
+    """What `arch` runs: each configuration on all layouts, on whole rows with sinks and lengths; the largest on splits too.
 
     The smallest one of each layout with a second cache and without; the others without, over rows of V4 with.
     """
@@ -348,12 +344,12 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterato
         rows = rows_of_layout(layout)
         # blocks of 64 tokens, padded for FP8 so that slots are divided into block and offset
         padded, pitch = layout.is_quantized, layout.row_pitch
-        for number, ((max_heads, config), is_split) in enumerate(itertools.product(table, (False, True))):
-            constants = fp8_constants(arch, e4m3_native=e4m3_native) if padded else {}
+        constants = {**fp8_constants(arch, e4m3_native=e4m3_native), **CODED_ROWS[rows]} if padded else {}
+        for number, ((max_heads, config), is_split) in enumerate([*((each, False) for each in table), (table[-1], True)]):
             for extra in (False, True) if number == 0 else (rows == V4_ROWS.value,):
                 cache, lengths = "*u8" if padded else "*bf16", None if is_split else "*i32"
                 yield variant(
-                    _KERNELS[rows],
+                    sparse_attention_fp8_kernel if padded else sparse_attention_kernel,
                     f"sparse_attention-{kv_layout}-h{max_heads}-{'split' if is_split else 'whole'}{'-extra' if extra else ''}",
                     config.num_warps,
                     config.num_stages,

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's offline engine on a small DeepSeek-V3.2 model: greedy tokens with log-probabilities, and tokens a second.
+
+    engine.py MODE CACHE        MODE is that of MLA_PORTABLE_SGLANG, CACHE of --kv-cache-dtype
+
+FlashAttention 3 is not needed: dense prompts and BF16 decodes take FlashMLA's methods here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_gpu"))
+
+from process import trying
+
+HEADS = 16
+LENGTHS = (17, 300, 2500, 5000)
+NEW = 48
+
+
+def main() -> None:
+    import checkpoint
+    import sglang
+
+    _, mode, cache = sys.argv
+    checkpoints, name = Path(os.environ.get("MLA_GPU_SGLANG_MODELS", "/tmp/mla-portable-sglang")), f"heads{HEADS}"
+    if not (checkpoints / name / "model.safetensors").exists():
+        checkpoint.write_model(checkpoints, name)
+    impl = "flashmla_kv" if cache == "fp8_e4m3" else "flashmla_sparse"
+    inputs = [each["prompt_token_ids"] for each in checkpoint.prompts(list(LENGTHS))]
+    many = [each["prompt_token_ids"] for each in checkpoint.prompts([1024] * 16)]
+    greedy = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
+    found: dict[str, Any] = {}
+    with trying(f"engine {mode} {cache}", found):
+        engine = sglang.Engine(
+            model_path=str(checkpoints / name),
+            skip_tokenizer_init=True,
+            trust_remote_code=False,
+            dtype="bfloat16",
+            kv_cache_dtype=cache,
+            dsa_prefill_backend=impl,
+            dsa_decode_backend=impl,
+            page_size=64,
+            context_length=8192,
+            mem_fraction_static=0.3,
+            max_running_requests=16,
+            cuda_graph_max_bs_decode=16,
+            disable_radix_cache=True,
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            random_seed=0,
+            log_level="info",
+        )
+        try:
+            answers = engine.generate(input_ids=inputs, sampling_params=greedy, return_logprob=True)
+            found["tokens"] = [answer["output_ids"] for answer in answers]
+            found["logprobs"] = [
+                [round(each[0], 4) for each in answer["meta_info"]["output_token_logprobs"]] for answer in answers
+            ]
+            engine.generate(input_ids=many, sampling_params=greedy)
+            begin = time.monotonic()
+            engine.generate(input_ids=many, sampling_params=greedy)
+            found["tokens_per_second"] = round(16 * NEW / (time.monotonic() - begin), 1)
+        finally:
+            engine.shutdown()
+
+
+if __name__ == "__main__":  # SGLang's processes are spawned, and import this file
+    main()

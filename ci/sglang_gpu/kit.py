@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SGLang plugin on a GPU: runs the processes, gathers what they tell, prints a line for each thing that was tried.
+
+    ci/gpu_sglang [FOLDER] [--only TEXT] [--engine] [--budget SECONDS]
+
+FOLDER (default: sglang-report) gets each process's report and log, and `report.txt`. Exit status 1 where a line says FAIL,
+where a process did not finish, and where a rehearsal loaded no kernel of the older GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process.
+
+    Attributes:
+        arch: the older GPU that it rehearses. mode: MLA_PORTABLE_SGLANG. alone: it is timed, so nothing runs beside it.
+        slots: SGLang's top-k is fused, so it names slots; else positions in a request.
+    """
+
+    program: str
+    arch: str = ""
+    mode: str = "on"
+    arguments: tuple[str, ...] = ()
+    seconds: float = 300
+    alone: bool = False
+    slots: bool = True
+
+    @property
+    def name(self) -> str:
+        return "-".join((Path(self.program).stem, *self.arguments, *([self.arch] if self.arch else [])))
+
+
+JOBS = (
+    Job("times.py", alone=True, seconds=200),
+    Job("fused.py"),
+    Job("variants.py", slots=False),
+    Job("fused.py", "sm80", "auto"),
+    Job("fused.py", "sm89", "auto"),
+    Job("variants.py", "sm80", "auto", slots=False),
+    Job("variants.py", "sm89", "auto", slots=False),
+)
+ENGINES = tuple(
+    Job("engine.py", mode=mode, arguments=(mode, cache), alone=True, seconds=140)
+    for cache in ("fp8_e4m3", "bfloat16")
+    for mode in ("off", "on")
+)
+
+
+def run(job: Job, out: Path, end: float) -> str:
+    """How the process ended."""
+    seconds = min(job.seconds, end - time.monotonic())
+    if seconds <= 1:
+        return "left out: the budget is spent"
+    caches = {name: str(out / "caches" / (job.arch or "here") / name.lower()) for name in ("TRITON_CACHE_DIR",)}
+    told = {"MLA_GPU_SGLANG_OUT": str(out / f"{job.name}.jsonl"), "MLA_GPU_SGLANG_KERNELS": str(out / f"{job.name}.kernels")}
+    mine = {"MLA_PORTABLE_SGLANG": job.mode, "MLA_GPU_SGLANG_ARCH": job.arch, "PYTHONUNBUFFERED": "1"}
+    mine |= {"SGLANG_DSA_FUSE_TOPK": str(int(job.slots)), "SGLANG_OPT_USE_TOPK_V2": "0", "MLA_TEST_SGLANG_DEVICE": "cuda"}
+    if job.slots:
+        mine["SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"] = "0"
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    begin = time.monotonic()
+    with (out / f"{job.name}.log").open("w") as log:
+        first = [] if job in ENGINES else [str(HERE / "process.py")]
+        command = [sys.executable, *first, str(HERE / job.program), *job.arguments]
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **caches, **told, **mine, "PYTHONPATH": path}
+        )
+        try:
+            status = f"exit {process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            status = "ran out of time"
+    print(f"{job.name:32} {time.monotonic() - begin:5.0f} s  {status}", flush=True)
+    return status
+
+
+def told(job: Job, out: Path) -> list[dict[str, Any]]:
+    file = out / f"{job.name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def words(found: dict[str, Any]) -> str:
+    """What a line of the report says behind its name."""
+    left_out = {"name", "arch", "passed"}
+    return "  ".join(
+        f"{key} {value:.2g}" if isinstance(value, float) and key.startswith(("from", "stock_from")) else f"{key} {value}"
+        for key, value in found.items()
+        if key not in left_out
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("sglang-report"))
+    parser.add_argument("--only", default="", help="processes whose name has this text")
+    parser.add_argument("--engine", action="store_true", help="the offline engine, in place of the kit")
+    parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
+    args = parser.parse_args()
+    out: Path = args.folder.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.budget
+    jobs = [job for job in (ENGINES if args.engine else JOBS) if args.only in job.name]
+    for job in jobs:
+        (out / f"{job.name}.jsonl").unlink(missing_ok=True)
+        (out / f"{job.name}.kernels").unlink(missing_ok=True)
+    ended = {job.name: run(job, out, end) for job in jobs if job.alone}
+    beside = [job for job in jobs if not job.alone]
+    with ThreadPoolExecutor(max(1, len(beside))) as pool:
+        ended |= dict(zip((job.name for job in beside), pool.map(lambda job: run(job, out, end), beside), strict=True))
+    lines: list[str] = []
+    failed = 0
+    for job in jobs:
+        found = told(job, out)
+        kernels = out / f"{job.name}.kernels"
+        loaded = len(kernels.read_text().splitlines()) if kernels.exists() else 0
+        missed = f"; {loaded} kernels as {job.arch}" if job.arch else ""
+        wrong = ended[job.name] != "exit 0" or not found or (bool(job.arch) and not loaded)
+        failed += wrong
+        lines.append(f"== {job.name}: {ended[job.name]}{missed}{' FAIL' if wrong else ''}")
+        for each in found:
+            word = {True: "ok  ", False: "FAIL", None: "    "}[each["passed"]]
+            failed += each["passed"] is False
+            lines.append(f"{word} {each['name']:58} {words(each)}")
+    if args.engine:
+        from tokens import judge_engines
+
+        for passed, line in judge_engines({job.name: told(job, out) for job in jobs}):
+            failed += not passed
+            lines.append(f"{'ok  ' if passed else 'FAIL'} {line}")
+    lines.append(f"{failed} failed")
+    text = "\n".join(lines)
+    (out / "report.txt").write_text(text + "\n")
+    print(text)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

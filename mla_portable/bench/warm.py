@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run once what engines run, so that every kernel that a device serves with is compiled and in the caches on disk.
+
+Triton names what it keeps by the arguments of a call (types, alignment, constants, options), the compiler and the target, so
+calls of every kind are made on the device. CUDA sources of plugins are compiled when their implementations are bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from mla_portable.accelerator import accelerator
+from mla_portable.attention import SparseMLAAttention
+from mla_portable.attention.layer_registry import LayerRegistry
+from mla_portable.bench.candidates import prepared
+from mla_portable.bench.kernels import Progress
+from mla_portable.bench.prompts import make_layer, time_step
+from mla_portable.contracts import DeviceFacts, UnsupportedRequest
+from mla_portable.engine.deepseek import layer_spec
+from mla_portable.engine.routing import served_by
+from mla_portable.layouts import LAYOUTS, SCALE_FORMATS
+from mla_portable.planner import Planner
+from mla_portable.problems.bench import Workshop
+from mla_portable.problems.step import StepShape, make_inputs, step_cases
+from mla_portable.registry import Registry
+
+_STEPS: Final = ((1, 0), (8, 0), (64, 0), (256, 0), (0, 2), (4, 2))
+"""Decodes and prefills of the steps of a layer: what serves may depend on the number of rows."""
+_PROMPTS: Final = (((512, 512),), ((4096, 4096),), ((1024, 8192),))
+"""New tokens and new tokens with their context: all keys, a selection of them, behind a context."""
+_GPU: Final[Mapping[str, int]] = {"topk": 2048, "context": 4096, "prefill_tokens": 512, "max_model_len": 163_840}
+_CPU: Final[Mapping[str, int]] = {"topk": 64, "context": 64, "prefill_tokens": 8, "max_model_len": 256}
+"""Nothing is compiled for a CPU but in tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """Something that engines run, after it ran. served: by which implementations. error: why it could not, "" otherwise."""
+
+    what: str
+    served: str
+    seconds: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFolder:
+    """Where compiled kernels are kept. files: that are there now. new: that were not there before. names: of new kernels."""
+
+    path: Path
+    files: int
+    new: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmReport:
+    """What ran, and what the caches hold since."""
+
+    facts: DeviceFacts
+    ran: tuple[Warmed, ...]
+    caches: tuple[CacheFolder, ...]
+
+    @property
+    def ok(self) -> bool:
+        """All of it ran."""
+        return not any(each.error for each in self.ran)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+
+def warm(
+    device: torch.device,
+    *,
+    registry: Registry,
+    heads: Collection[int],
+    layouts: Collection[str],
+    environ: Mapping[str, str],
+    progress: Progress | None = None,
+) -> WarmReport:
+    """Compile what layers of DeepSeek-V3.2 run on `device`, by running it.
+
+    Args:
+        heads: query heads of a rank. layouts: of the cache. environ: says where caches are.
+    Raises: whatever an implementation raises; that none serves is an error in the report.
+    """
+    folders = cache_folders(registry, environ)
+    before = {folder: files_in(folder) for folder in folders}
+    jobs = list(_jobs(device, registry, heads, layouts))
+    ran: list[Warmed] = []
+    for number, (what, job) in enumerate(jobs):
+        if progress:
+            progress(what, number, len(jobs))
+        begin = time.perf_counter()
+        served, error = "", ""
+        try:
+            with accelerator(device).guard(), torch.no_grad():
+                served = job()
+                accelerator(device).synchronize()
+        except UnsupportedRequest as refusal:  # of a route, too
+            error = str(refusal)
+        ran.append(Warmed(what, served, time.perf_counter() - begin, error))
+    caches = [_cache(folder, before[folder], files_in(folder)) for folder in folders]
+    return WarmReport(registry.facts(device), tuple(ran), tuple(caches))
+
+
+def cache_folders(registry: Registry, environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """Triton's, and those of plugins: what MLA_PORTABLE_<PLUGIN>_CACHE names, or a folder in the user's caches."""
+    caches = Path(environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache") / "mla-portable"
+    named = [Path(value) for name, value in registry.environment if name.endswith("_CACHE") and value != "off"]
+    triton = environ.get("TRITON_CACHE_DIR", "").strip() or Path.home() / ".triton" / "cache"
+    return tuple(dict.fromkeys((Path(triton), *named, caches)))
+
+
+def files_in(folder: Path) -> frozenset[Path]:
+    """Every file below a folder; none where there is no folder."""
+    return frozenset(path for path in folder.rglob("*") if path.is_file())
+
+
+def _cache(folder: Path, before: frozenset[Path], after: frozenset[Path]) -> CacheFolder:
+    new = after - before
+    kernels = {path.stem for path in new if path.suffix == ".json" and not path.name.startswith("__")}  # Triton's
+    return CacheFolder(folder, len(after), len(new), tuple(sorted(kernels)))
+
+
+def _jobs(
+    device: torch.device, registry: Registry, heads: Collection[int], layouts: Collection[str]
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    sizes = _CPU if device.type == "cpu" else _GPU
+    for layout in layouts:
+        formats = SCALE_FORMATS if LAYOUTS[layout].is_quantized else (None,)
+        for count in heads:
+            for scales in formats:
+                name = ", ".join(filter(None, (f"layer of {count} heads", layout, scales and f"{scales} scales")))
+                yield name, partial(_layer, device, registry, layout, count, scales, sizes)
+            yield f"prompts over keys of each head, {count} heads, {layout}", partial(_prompts, device, layout, count, sizes)
+    yield "indexer", partial(_indexer, device, registry, sizes)
+
+
+def _layer(
+    device: torch.device, registry: Registry, layout: str, heads: int, scales: str | None, sizes: Mapping[str, int]
+) -> str:
+    topk = sizes["topk"]
+    spec = layer_spec(layout, heads, topk=topk, max_model_len=sizes["max_model_len"], scale_format=scales)
+    layer = SparseMLAAttention(spec, device=device, registry=registry)
+    planner = Planner(layer.planner_config())
+    for decodes, prefills in _STEPS:
+        shape = StepShape(
+            num_heads=heads,
+            topk=topk,
+            decodes=decodes,
+            prefills=prefills,
+            prefill_tokens=sizes["prefill_tokens"],
+            context=sizes["context"],
+            block_size=spec.block_size,
+            kv_layout=layout,
+        )
+        inputs = make_inputs(shape, device)
+        layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, inputs.kv_cache, inputs.history_slots)
+        layer.cache_write(inputs.kv_c, inputs.k_pe, inputs.kv_cache, inputs.slot_mapping)
+        layer.forward(inputs.q, inputs.kv_cache, inputs.topk_indices, planner.plan(inputs.batch))
+    return served_by(layer.route_decision)
+
+
+def _prompts(device: torch.device, layout: str, heads: int, sizes: Mapping[str, int]) -> str:
+    small = device.type == "cpu"
+    limits: dict[str, Any] = {"max_num_tokens": 128, "max_model_len": 128} if small else {}
+    try:
+        layer = make_layer(device, num_heads=heads, layout=layout, topk=sizes["topk"], **limits)
+    except UnsupportedRequest:  # an engine then lets prompts take the route of the layer
+        return "nothing: prompts take the layer's route"
+    for requests in (((12, 12),), ((70, 70),), ((20, 90),)) if small else _PROMPTS:
+        time_step(layer, requests, repeat=1)
+    decisions = layer.per_head.decisions.values()
+    return ", ".join(dict.fromkeys(f"{each.request.primitive} {each.chosen}" for each in decisions))
+
+
+def _indexer(device: torch.device, registry: Registry, sizes: Mapping[str, int]) -> str:
+    demand, served = LayerRegistry(registry, None), dict[str, None]()
+    workshop = Workshop(device, registry.facts(device), check_rows=1, block_size=64)
+    for decodes in (1, 8, 64, 256) if device.type != "cpu" else (2,):
+        shape = StepShape(decodes=decodes, prefills=0, topk=sizes["topk"], context=sizes["context"])
+        problem = workshop.make(step_cases(shape)["indexer_select"])
+        decision = demand.decide(problem.request)
+        implementation = demand.chosen(decision)
+        if implementation is None:
+            raise UnsupportedRequest(decision)
+        request = registry.configured(implementation, problem.request.but(graph=False))
+        call, _ = prepared(problem, implementation, request, partial(registry.bind_implementation, implementation), device)
+        call()
+        served[f"{request.primitive} {implementation.name}"] = None
+    return ", ".join(served)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable warm`: compile what this device serves with, before an engine does at its start or at a first request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from mla_portable.cli.options import DeviceOption, JsonOption, check_known, resolve_device
+from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
+
+if TYPE_CHECKING:
+    from mla_portable.bench.warm import CacheFolder, WarmReport
+
+
+def warm(
+    device: DeviceOption = None,
+    heads: Annotated[
+        list[int] | None,
+        typer.Option("--heads", metavar="N", min=1, help="Query heads of a rank; repeatable. Default: 16 and 128."),
+    ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option("--layout", metavar="LAYOUT", help="Of the cache; repeatable. Default: fp8_ds_mla, bf16."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile every kernel that layers of DeepSeek-V3.2 run on this device, and keep it in the caches on disk.
+
+    It runs each layer, its prompts and the indexer once at several sizes, so it needs the device. Copy the folders that it
+    names to nodes with the same device and software. Exit code 1 when nothing can serve some of it.
+    """
+    with command(as_json=as_json) as output:
+        where = resolve_device(device)
+        from mla_portable.bench.warm import warm as run
+        from mla_portable.dispatch import current_registry
+        from mla_portable.engine.deepseek import HEADS
+        from mla_portable.layouts import LAYOUTS
+
+        for each in layout or ():
+            check_known(each, LAYOUTS, param_hint="--layout")
+        with output.progress() as advance:
+            report = run(
+                where,
+                registry=current_registry(),
+                heads=heads or HEADS,
+                layouts=layout or ("fp8_ds_mla", "bf16"),
+                environ=os.environ,
+                progress=advance,
+            )
+        if as_json:
+            output.document({"command": "warm", **report.as_dict()})
+        else:
+            output.show(*_for_a_person(report))
+        if not report.ok:
+            raise typer.Exit(EXIT_FAILED)
+
+
+def _for_a_person(report: WarmReport) -> Iterator[RenderableType]:
+    yield hanging("device", str(report.facts))
+    rows = [[each.what, f"{each.seconds:.1f}", each.served or "NOT SERVED"] for each in report.ran]
+    yield columns(["what ran", "s", "served by"], rows, numbers=["s"])
+    yield from (Text(f"{each.what}: {each.error}", "bold red") for each in report.ran if each.error)
+    yield ""
+    yield from (hanging("cache", _words(each)) for each in report.caches)
+    new = sum(each.new for each in report.caches)
+    seconds = sum(each.seconds for each in report.ran)
+    nothing = " Everything was compiled before, or nothing is compiled for this device."
+    yield f"{new} new files in {seconds:.1f} s." + ("" if new else nothing)
+
+
+def _words(cache: CacheFolder) -> str:
+    kernels = f": {', '.join(cache.names)}" if cache.names else ""
+    return f"{cache.path}: {cache.files} files, {cache.new} of them new{kernels}"

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts over keys of each head in an engine: for which layers, and in which steps that takes less GPU time.
+
+What an engine adds is how its step's lengths and block table are found, and how its layer hands over the query and the latent
+rows before any product with W_UK.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention
+from mla_portable.attention.prompt_times import Counts, Lengths, PromptTimes
+from mla_portable.contracts import DeviceFacts, UnsupportedRequest
+from mla_portable.planner.prompts import PromptPlan, plan_prompts
+
+VENDORS: Final = ("nvidia",)
+"""Whose ratio of the two ways was measured."""
+
+LEAST_SAVED: Final = 5.0
+"""Microseconds a layer; below that the host's time for planning the prompts counts for more."""
+
+
+def refusals(spec: AttentionSpec, head_dims: HeadDims, device: DeviceFacts) -> list[str]:
+    """Why all tokens of such layers take the sparse route, in words."""
+    checks = (
+        (device.vendor not in VENDORS, f"times of prompts over keys of each head are not known for {device.vendor}"),
+        (spec.batch_invariant, "a prompt's bits must not depend on the batch, and its way does"),
+        (spec.share.size > 1, f"each of {spec.share.size} ranks has a share of the context"),
+        (spec.attn_sink, "attention over keys of each head has no sinks"),
+        (head_dims.rope != spec.rope_width, f"keys with {head_dims.rope} rotary columns over rows with {spec.rope_width}"),
+    )
+    return [words for refused, words in checks if refused]
+
+
+def prompt_attention(
+    spec: AttentionSpec, head_dims: HeadDims, facts: DeviceFacts, device: torch.device, logger: logging.Logger
+) -> PromptAttention | None:
+    """For layers of `spec`; None, with the reasons in the log, where all their tokens take the sparse route."""
+    reasons = refusals(spec, head_dims, facts)
+    if not reasons:
+        try:
+            return PromptAttention(spec, head_dims, device=device)
+        except UnsupportedRequest as error:
+            reasons = [str(error)]
+    logger.info("prompts take the sparse route: %s", "; ".join(reasons))
+    return None
+
+
+def plan_where_faster(
+    attention: PromptAttention,
+    times: PromptTimes,
+    query_lens: Lengths,
+    seq_lens: Lengths,
+    block_table: Tensor,
+    *,
+    topk: int,
+    masks: bool = True,
+    least: float | None = None,
+) -> PromptPlan | None:
+    """The plan of a step's prompts; None where the sparse route takes them.
+
+    Args:
+        query_lens, seq_lens: [R] on the host, exact. block_table: [R or more, columns] int32. topk: a token that sees no more
+            keys selects all of them. masks: prompts that are longer may be attended to under their selection.
+        least: microseconds that a layer must save; None for LEAST_SAVED.
+    """
+    masked = bool(seq_lens.max() > topk)
+    if masked and not masks:
+        return None
+    counts = Counts.of(query_lens, seq_lens, topk, attention.key_rows)
+    if times.saves(counts, masked=masked) <= (LEAST_SAVED if least is None else least):
+        return None
+    return plan_prompts(query_lens, seq_lens, block_table, topk=topk, key_rows=attention.key_rows)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What serves in a process of an engine, as a metric of Prometheus and as a line in the engine's log; how both are read again.
+
+    mla_portable_serves{primitive="sparse_decode",implementation="nvidia.native",device="NVIDIA H200"} 8
+
+is the number of processes in which that implementation was bound for layers of a model. The gauge is set when layers are
+bound, so a call costs nothing. It is one of the process's own metrics, through `prometheus_client` where that is installed.
+
+Layers run in worker processes. A server shows their metrics where PROMETHEUS_MULTIPROC_DIR names a folder that all of its
+processes write to (https://prometheus.github.io/client_python/multiprocess). SGLang sets it with --enable-metrics. vLLM sets it
+where it has several API servers; with one, `/metrics` shows only what that process itself counts, unless the user has set the
+variable.
+
+Imports no torch: `doctor --engine` reads what is here of a server elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from logging import Logger
+from typing import Any, Final
+
+METRIC: Final = "mla_portable_serves"
+LOG_LINE: Final = "mla_portable serves "
+"""The beginning of the line in which a process says what serves its layers."""
+NOT_SERVING: Final = (
+    "mla_portable is NOT in use",
+    "mla_portable cannot serve this model",
+    "neither SGLang nor mla_portable serves this model",
+    "serves this model, mla_portable does not",
+    "kernels serve this model, mla_portable does not",
+)
+"""In the lines in which it says that it does not serve."""
+
+_HELP: Final = "Processes in which an implementation of mla_portable was bound for layers of a model."
+_LABELS: Final = ("primitive", "implementation", "device")
+_ONE_PROCESS: Final = "process_start_time_seconds"
+"""A metric of the process that answers; in multiprocess mode `/metrics` has none of them."""
+_SAMPLE: Final = re.compile(rf"^{METRIC}\{{(?P<labels>.*)\}} (?P<value>\S+)", re.MULTILINE)
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_SERVED: Final = re.compile(r"\b([a-z0-9_]+) ([a-z][a-z0-9_]*\.[a-z][a-z0-9_]*)(?=[,;]| *$)")
+_PROCESS: Final = re.compile(r"\bpid=(\d+)|\b(TP\d+|DP\d+)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """An implementation that was bound for layers of a model. processes: in how many processes, as far as is known."""
+
+    primitive: str
+    implementation: str
+    device: str
+    processes: int = 1
+
+
+def publish(device: str, served: Iterable[tuple[str, str]], logger: Logger) -> None:
+    """Set this process's gauge for what was bound; a log line instead of an error where that is not possible.
+
+    Args:
+        device: its name. served: (primitive, implementation).
+    """
+    try:
+        gauge = _gauge()
+        if gauge is not None:
+            for primitive, implementation in served:
+                gauge.labels(primitive, implementation, device).set(1)
+    except (OSError, ValueError) as error:  # no folder for the metrics of several processes, a name that is taken
+        logger.warning("mla_portable's metric %s is missing: %s", METRIC, error)
+
+
+@functools.cache
+def _gauge() -> Any | None:
+    """One for the process; None without prometheus_client. Summed over the processes that live."""
+    try:
+        from prometheus_client import Gauge  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+    except ModuleNotFoundError:
+        return None
+    return Gauge(METRIC, _HELP, _LABELS, multiprocess_mode="livesum")  # pyright: ignore[reportUnknownVariableType]
+
+
+def in_metrics(text: str) -> tuple[Serving, ...]:
+    """What a server's metrics, in Prometheus's text format, say of this project's gauge."""
+    found: list[Serving] = []
+    for sample in _SAMPLE.finditer(text):
+        labels: dict[str, str] = {name: re.sub(r"\\(.)", r"\1", value) for name, value in _LABEL.findall(sample["labels"])}
+        processes = int(float(sample["value"]))
+        if processes > 0 and labels.keys() >= {*_LABELS}:
+            found.append(Serving(labels["primitive"], labels["implementation"], labels["device"], processes))
+    return tuple(found)
+
+
+def is_of_one_process(text: str) -> bool:
+    """These metrics are those of the process that answered, and say nothing of the processes that run layers."""
+    return re.search(rf"^{_ONE_PROCESS} ", text, re.MULTILINE) is not None
+
+
+def in_log(text: str) -> tuple[Serving, ...]:
+    """What the lines of an engine's log say; each counts once for a process, where the line names its process."""
+    processes: dict[Serving, set[str]] = {}
+    for line in text.splitlines():
+        before, begin, words = line.partition(LOG_LINE)
+        if begin:
+            device = re.search(r"\bon ([^,;:]*?)(?: \(\w+\))?(?= by route|[,;:])", words)
+            named = _PROCESS.search(before)
+            for primitive, implementation in _SERVED.findall(words):
+                key = Serving(primitive, implementation, device[1] if device else "")
+                processes.setdefault(key, set()).add(named[0] if named else "")
+    return tuple(Serving(each.primitive, each.implementation, each.device, len(who)) for each, who in processes.items())
+
+
+def refusals_in_log(text: str) -> tuple[str, ...]:
+    """The lines in which the plugin says that it does not serve, each once, the most frequent first."""
+    lines = [line.strip() for line in text.splitlines() if any(words in line for words in NOT_SERVING)]
+    return tuple(line for line, _ in Counter(lines).most_common())

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`doctor --engine`: a server that answers as vLLM's or SGLang's sources do, and logs as engines write them.
+
+That real workers' metrics are read as they are written: tests/vllm/test_vllm_serving.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from commands import document, invoke
+
+from mla_portable.engine.serving import Serving, in_log, in_metrics
+
+pytestmark = pytest.mark.usefixtures("a_bare_machine")
+
+GAUGE = "# HELP mla_portable_serves Processes.\n# TYPE mla_portable_serves gauge\n"
+ONE_PROCESS = "# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds 1.7e+09\n"
+COUNTED = 'vllm:prompt_tokens_total{engine="0",model_name="m"} 12.0\n'
+DECODE = 'mla_portable_serves{device="NVIDIA H200",implementation="nvidia.native",primitive="sparse_decode"} 8.0\n'
+PREFILL = 'mla_portable_serves{device="NVIDIA H200",implementation="nvidia.native",primitive="sparse_prefill"} 8.0\n'
+GONE = 'mla_portable_serves{device="NVIDIA H200",implementation="triton.portable",primitive="sparse_prefill"} 0.0\n'
+
+
+def card(owner: str) -> str:
+    """What both engines answer at /v1/models (`ModelList` of `ModelCard`)."""
+    model = {"id": "m", "object": "model", "created": 1, "owned_by": owner, "root": "m", "parent": None, "max_model_len": 64}
+    return json.dumps({"object": "list", "data": [model]})
+
+
+def vllm(metrics: str) -> dict[str, str]:
+    return {"/version": '{"version":"0.33.0"}', "/v1/models": card("vllm"), "/metrics": metrics}
+
+
+@contextmanager
+def server(pages: Mapping[str, str | int]) -> Iterator[str]:
+    """A server of these pages alone; a number is a status. Anything else that is asked is an error of the test."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = pages.get(self.path, 404)
+            assert self.path in ("/version", "/v1/models", "/metrics"), self.path
+            self.send_response(page if isinstance(page, int) else 200)
+            self.end_headers()
+            self.wfile.write(b"" if isinstance(page, int) else page.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{found.server_port}"
+    finally:
+        found.shutdown()
+        found.server_close()
+
+
+def test_a_server_whose_workers_serve():
+    with server(vllm(COUNTED + GAUGE + DECODE + PREFILL + GONE)) as url:
+        answer = document("doctor", "--engine", f"{url}/v1")
+        text = invoke("doctor", "--engine", url).stdout
+    engine = answer["engine"]
+    assert answer["ok"] and engine["serves"] is True and engine["engine"] == "vLLM 0.33.0" and engine["models"] == ["m"]
+    served = {(each["primitive"], each["implementation"], each["device"], each["processes"]) for each in engine["served"]}
+    assert served == {(name, "nvidia.native", "NVIDIA H200", 8) for name in ("sparse_decode", "sparse_prefill")}
+    assert "mla_portable serves there." in text and "nvidia.native" in text and "triton.portable" not in text
+
+
+@pytest.mark.parametrize(
+    ("pages", "serves", "words"),
+    [
+        (vllm(COUNTED), False, "those of all its processes, and none has mla_portable_serves"),
+        (vllm(ONE_PROCESS + COUNTED), None, "PROMETHEUS_MULTIPROC_DIR"),
+        ({"/v1/models": card("sglang")}, None, "--enable-metrics"),
+        ({"/version": '{"version":"0.33.0"}', "/v1/models": 401, "/metrics": COUNTED}, False, "none has mla_portable_serves"),
+        ({"/version": "<html>", "/v1/models": "[]", "/metrics": 500}, None, "the server has no /metrics"),
+    ],
+)
+def test_a_server_that_does_not_serve_or_does_not_say(pages: Mapping[str, str | int], serves: bool | None, words: str):
+    with server(pages) as url:
+        answer = document("doctor", "--engine", url, code=1)
+        text = invoke("doctor", "--engine", url, code=1).stdout
+    assert answer["ok"] is False and answer["engine"]["serves"] is serves
+    assert words in text and ("does NOT serve" if serves is False else "is unknown") in text and "remedy" in text
+
+
+def test_what_is_no_engine_is_refused(tmp_path: Path):
+    with server({}) as url:
+        pass
+    for where, words in ((url, "the URL of a server that answers"), (str(tmp_path / "no.log"), "the file of its log")):
+        stderr = invoke("doctor", "--engine", where, code=2).stderr
+        assert stderr.startswith("error: --engine must be the URL of a server") and words in stderr
+    for option in (["--device", "cpu"], ["--all"], ["--verbose"]):
+        assert f"{option[0]} does not apply to --engine" in invoke("doctor", "--engine", url, *option, code=2).stderr
+
+
+def test_a_server_is_examined_without_torch(tmp_path: Path):
+    code = "import sys; from mla_portable.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
+    log = tmp_path / "log"
+    log.write_text(VLLM_LOG)
+    done = subprocess.run([sys.executable, "-c", code, "doctor", "--engine", str(log)], capture_output=True, text=True)
+    assert done.returncode == 0 and "mla_portable serves there." in done.stdout, done.stderr
+
+
+ROUTE = "convert_indices triton.portable, sparse_decode nvidia.native, sparse_prefill nvidia.native; cache fp8_ds_mla, 16 heads"
+VLLM_LOG = "".join(
+    f"(Worker_TP{rank} pid={100 + rank}) INFO 11-26 10:00:0{rank} [builder.py:77] "
+    f"mla_portable serves {layers} layers on NVIDIA H200 (sm90) by route direct: {ROUTE}, written by vllm\n"
+    for rank in range(2)
+    for layers in (61, 1)
+)
+INDEXER_LOG = (
+    "(EngineCore_DP0 pid=7) INFO [indexer.py:246] mla_portable serves the DSA indexer on NVIDIA A100 80GB PCIe (sm80), "
+    "64 heads, top-2048: indexer_select triton.portable, keys written by vLLM; "
+    "because DeepGEMM does not support compute capability 8.0\n"
+)
+SGLANG_LOG = (
+    "[2026-11-26 10:00:00 TP0] mla_portable serves _forward_flashmla_sparse, _forward_fa3 for flashmla_sparse (prefill), "
+    "fa3 (decode) on NVIDIA A100 (sm80), 16 heads: bf16: sparse_decode nvidia.native_sm80, "
+    "sparse_prefill nvidia.native_sm80; because ...\n"
+)
+
+
+def test_the_lines_of_logs():
+    roles = ("convert_indices", "triton.portable"), ("sparse_decode", "nvidia.native"), ("sparse_prefill", "nvidia.native")
+    assert in_log(VLLM_LOG) == tuple(Serving(*role, "NVIDIA H200", 2) for role in roles)
+    assert in_log(INDEXER_LOG) == (Serving("indexer_select", "triton.portable", "NVIDIA A100 80GB PCIe"),)
+    names = {(each.primitive, each.implementation, each.device) for each in in_log(SGLANG_LOG)}
+    assert names == {(name, "nvidia.native_sm80", "NVIDIA A100") for name in ("sparse_decode", "sparse_prefill")}
+    assert in_log("mla_portable serves in place of FLASHMLA_SPARSE: no reason\nmla_portable hooks nothing\n") == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ERROR mla_portable is NOT in use, SGLang runs without it: this SGLang is not one that it knows",
+        "WARNING stock FLASHMLA_SPARSE serves this model, mla_portable does not: sinks",
+        "WARNING SGLang's own kernels serve this model, mla_portable does not: sinks",
+    ],
+)
+def test_a_log_in_which_the_plugin_does_not_serve(line: str, tmp_path: Path):
+    log = tmp_path / "serve.log"
+    log.write_text(f"INFO start\n{line}\n{line}\n")
+    answer = document("doctor", "--engine", str(log), code=1)
+    assert answer["engine"]["serves"] is False and answer["engine"]["why"] == [line]
+    log.write_text("INFO start\n")
+    assert "no line of the plugin" in invoke("doctor", "--engine", str(log), code=1).stdout
+
+
+def test_a_label_is_read_as_prometheus_escapes_it():
+    escaped = r'mla_portable_serves{device="a \"b\" \\ c, d=e}",implementation="x.y",primitive="sparse_decode"} 1.0'
+    assert in_metrics(escaped) == (Serving("sparse_decode", "x.y", r'a "b" \ c, d=e}'),)
+    assert in_metrics('mla_portable_serves{primitive="sparse_decode"} 1.0\nmla_portable_serves_other{a="b"} 1.0') == ()
