@@ -166,8 +166,6 @@ def test_scratch_is_counted_where_a_call_allocates_it():
 @pytest.mark.parametrize("device", [A100, RTX_4090, RTX_5090], ids=lambda device: device.arch)
 def test_every_part_is_declared_and_every_build_fits_it(device):
     for offered in bind_sm80.sm80_implementations():
-        if offered.support.archs == ("sm90",):
-            continue
         request = REQUEST.but(primitive=offered.primitive, device=device)
         assert offered.support.reasons(request.but(num_heads=128, batch_invariant=True)) == ()
         assert offered.support.reasons(request.but(kv_layout="bf16")) == ()

@@ -18,7 +18,7 @@ from mla_portable.problems.sparse_decode import sparse_decode as oracle
 from mla_portable.registry import Registry
 from mla_portable_nvidia import discovery
 from mla_portable_nvidia.attention import attention_implementations
-from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
+from mla_portable_nvidia.native.bind_v4 import v4_implementations
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts
 
 NAME = "nvidia.flashmla_v4"
@@ -223,7 +223,7 @@ def test_blocks_at_odd_multiples_of_8_bytes_are_refused_before_anything_runs():
 @pytest.mark.parametrize(("heads", "first"), [(8, 0), (16, 0), (32, 0), (33, 1), (64, 1), (128, 1)])
 def test_few_heads_go_to_the_kernel_that_pads_none(heads, first):
     """Declared costs, on a device without times on record."""
-    offered = [*(each for each in attention_implementations(environ={})), *sm80_implementations()]
+    offered = [*(each for each in attention_implementations(environ={})), *v4_implementations()]
 
     class Plugin:
         from mla_portable.contracts import hookimpl

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch_reference as reference
+from sm90_model import EmulatedSm90
 from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
-from wide_model import EmulatedWide
 
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable_nvidia.native.choice import BUILDS, MANY
@@ -31,7 +31,7 @@ def test_nan_codes_are_nan_in_a_row_that_is_named_and_nothing_in_others():
     named[130] = 0x7F
     out, lse = torch.zeros(2, 1, 64, 512).bfloat16(), torch.zeros(2, 1, 64)
     lengths, sink = torch.full((2, 1), 150, dtype=torch.int32), torch.full((64,), -math.inf)
-    launch = prepare(EmulatedWide(0), MANY, Tensors(q, kv, indices, out, lse, lengths), cluster=1, whole=0)
+    launch = prepare(EmulatedSm90(0, MANY), MANY, Tensors(q, kv, indices, out, lse, lengths), cluster=1, whole=0)
     launch(*[each.data_ptr() for each in (out, lse, q, kv, indices, lengths, sink)], 0, 0, 0, SCALE * math.log2(math.e))
     assert out[1].isnan().all() and lse[1].isnan().all()
     wanted, wanted_lse = reference.sparse_decode(q[:1], kv, indices[:1], softmax_scale=SCALE)
@@ -62,7 +62,7 @@ def check(lengths, *, heads=64, topk=None, cluster=1, whole=0, stride=0, far=Fal
     build = next(each for each in BUILDS[rows_read] if each.kernel == MANY.kernel)
     build = replace(build, lists=2 if second else 1)
     tensors = Tensors(q, kv, indices, out, lse, of_rows, *extra)
-    launch = prepare(EmulatedWide(stride, build), build, tensors, cluster=cluster, whole=whole)
+    launch = prepare(EmulatedSm90(stride, build), build, tensors, cluster=cluster, whole=whole)
     addresses = [0 if each is None else each.data_ptr() for each in (out, lse, q, kv, indices, of_rows, sink, *extra)]
     launch(*addresses, SCALE * math.log2(math.e))
     wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)

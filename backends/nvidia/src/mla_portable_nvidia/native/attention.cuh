@@ -45,6 +45,13 @@ __device__ __forceinline__ u32 to_bf162(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+__device__ __forceinline__ u32 half2_to_bf162(u32 x) {
+    u32 r;
+    asm("{.reg .b16 l, h;\n .reg .f32 a, b;\n mov.b32 {l, h}, %1;\n cvt.f32.f16 a, l;\n cvt.f32.f16 b, h;\n"
+        "cvt.rn.bf16x2.f32 %0, b, a;}"
+        : "=r"(r) : "r"(x));
+    return r;
+}
 __device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
     u32 r;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

@@ -84,7 +84,7 @@ class NativeAttention(BoundAttention):
     def _load(self, index: int) -> None:
         self._on(index)
 
-    def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
+    def prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         batch, query_len, num_heads, _ = of.q.shape
         extra_topk = 0 if of.extra_indices is None else of.extra_indices.shape[2]
         kernel, own = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2], extra_topk)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nvidia.native_sm80`: the native attention kernel for devices other than those of compute capability 9.0, up to 128 heads.
-
-`nvidia.native_v4` is the same kernel on these, for `fp8_v4`.
-"""
+"""`nvidia.native_sm80`: the native attention kernel for devices other than those of compute capability 9.0, up to 128 heads."""
 
 from __future__ import annotations
 
@@ -29,17 +26,16 @@ from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.sparse_decode import Tensors
 from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES, SHARED_MEMORY, Sm80Build, builds, prepare
 
-__all__ = ["sm80_implementations"]
+__all__ = ["PREFERENCE", "Sm80Attention", "program", "sm80_implementations", "support"]
 
 _NAME: Final = "nvidia.native_sm80"
-_NAME_V4: Final = "nvidia.native_v4"
-"""The same kernel on SM90, for the layout that the kernels of that have no body for."""
 _MANY: Final = 128
-_PREFERENCE: Final = 20.0
+PREFERENCE: Final = 20.0
 """Behind FlashMLA where there is one for the device, in front of the portable kernels."""
 
 
-def _program(request: Request) -> ProgramShape:
+def program(request: Request) -> ProgramShape:
+    """What the planner of splits has to know of the build for a request."""
     return _builds(request)[0].program(request.device.arch)
 
 
@@ -48,11 +44,11 @@ def _builds(request: Request) -> tuple[Sm80Build, ...]:
     return builds(request.device.arch, rows_of_request(request), request.num_heads, whole=whole, lists=lists_of(request))
 
 
-def _own_splits(request: Request, rows: int, num_heads: int, topk: int, extra_topk: int, program: ProgramShape) -> int:
+def _own_splits(request: Request, rows: int, num_heads: int, topk: int, extra_topk: int, shape: ProgramShape) -> int:
     """Of a row in a call without a schedule; tokens of a prefill and batch-invariant rows stay whole."""
     whole = request.batch_invariant or request.primitive is not SPARSE_DECODE
     num_sms = 0 if whole else request.device.num_sms
-    return split_kv(num_rows=rows, num_heads=num_heads, topk=topk, extra_topk=extra_topk, num_sms=num_sms, program=program)
+    return split_kv(num_rows=rows, num_heads=num_heads, topk=topk, extra_topk=extra_topk, num_sms=num_sms, program=shape)
 
 
 def _split_scratch(request: Request) -> int:
@@ -60,14 +56,14 @@ def _split_scratch(request: Request) -> int:
     rows, num_heads, topk = request.rows, request.num_heads, request.topk
     if rows is None or num_heads is None or topk is None:
         return DEFAULT_SCRATCH_BYTES
-    num_splits = _own_splits(request, rows, num_heads, topk, request.extra_topk or 0, _program(request))
+    num_splits = _own_splits(request, rows, num_heads, topk, request.extra_topk or 0, program(request))
     return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
 
 
 class Sm80Attention(BoundAttention):
     """A decode takes the splits and the scratch of its schedule; without one it allocates scratch where it is split."""
 
-    def _cut(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
+    def cut_of(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
         if schedule is None:
             return None
         made = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
@@ -78,7 +74,7 @@ class Sm80Attention(BoundAttention):
         for build in (*_builds(self._request), *MERGES):
             load(build, build.archs[self._request.device.arch], index)
 
-    def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
+    def prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         arch, index = self._request.device.arch, of.q.device.index
         batch, query_len, num_heads, _ = of.q.shape
         (build,) = _builds(self._request.but(num_heads=num_heads))
@@ -101,35 +97,37 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
 _BIND: Final[dict[Primitive, Any]] = {SPARSE_DECODE: bind_sparse_decode, SPARSE_PREFILL: bind_sparse_prefill}
 
 
+def support(archs: tuple[str, ...], layouts: tuple[str, ...], *, decodes: bool, shared_memory: int = 0) -> Support:
+    """Of this kernel on these. decodes: sparse_decode. shared_memory: that another kernel of the same implementation needs."""
+    return Support(
+        source="mla_portable_nvidia/native: sparse_decode_sm80.cu, merge_splits.cu; code for sm80 run on an H200",
+        device_types=("cuda",),
+        vendors=("nvidia",),
+        archs=archs,
+        kv_layouts=layouts,
+        max_heads=_MANY,
+        cache_alignment=16,
+        min_shared_memory=max(SHARED_MEMORY, shared_memory),
+        batch_invariant=True,
+        extra_cache=True,
+        nope=FP8_DS_MLA.name in layouts,
+        workspace_bytes=_split_scratch if decodes else None,
+    )
+
+
 def sm80_implementations() -> Iterator[Implementation]:
-    """sparse_decode and sparse_prefill: of every layout where no other kernel of ours runs, of `fp8_v4` on SM90."""
-    older = tuple(arch for arch in Sm80Build.archs if arch != "sm90")
-    for name, archs, layouts in (
-        (_NAME, older, (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_V4.name)),
-        (_NAME_V4, ("sm90",), (FP8_V4.name,)),
-    ):
-        for primitive, function in _BIND.items():
-            decodes = primitive is SPARSE_DECODE
-            yield Implementation(
-                name=name,
-                primitive=primitive,
-                support=Support(
-                    source="mla_portable_nvidia/native: sparse_decode_sm80.cu, merge_splits.cu; code for sm80 run on an H200",
-                    device_types=("cuda",),
-                    vendors=("nvidia",),
-                    archs=archs,
-                    kv_layouts=layouts,
-                    max_heads=_MANY,
-                    cache_alignment=16,
-                    min_shared_memory=SHARED_MEMORY,
-                    batch_invariant=True,
-                    extra_cache=True,
-                    nope=FP8_DS_MLA.name in layouts,
-                    workspace_bytes=_split_scratch if decodes else None,
-                ),
-                bind=function,
-                check=check,
-                preference=_PREFERENCE,
-                schedule_kind=split_kv_kind(_program) if decodes else None,
-                prefills_as=name if decodes else "",
-            )
+    """sparse_decode and sparse_prefill: of every layout where no other kernel of ours runs."""
+    archs = tuple(arch for arch in Sm80Build.archs if arch != "sm90")
+    layouts = BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_V4.name
+    for primitive, function in _BIND.items():
+        decodes = primitive is SPARSE_DECODE
+        yield Implementation(
+            name=_NAME,
+            primitive=primitive,
+            support=support(archs, layouts, decodes=decodes),
+            bind=function,
+            check=check,
+            preference=PREFERENCE,
+            schedule_kind=split_kv_kind(program) if decodes else None,
+            prefills_as=_NAME if decodes else "",
+        )

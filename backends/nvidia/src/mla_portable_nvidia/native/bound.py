@@ -74,10 +74,10 @@ class BoundAttention(ABC):
         """Compile and load what a device needs."""
 
     @abstractmethod
-    def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
-        """Launches for tensors like these; `sparse_decode.prepare` says what one is given. cut: what `_cut` made."""
+    def prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
+        """Launches for tensors like these; `sparse_decode.prepare` says what one is given. cut: what `cut_of` made."""
 
-    def _cut(self, schedule: DecodeSchedule) -> tuple[int, ...] | None:
+    def cut_of(self, schedule: DecodeSchedule) -> tuple[int, ...] | None:
         """What a prepared launch keeps of a schedule; None where the kernel cuts by itself."""
         return None
 
@@ -120,7 +120,7 @@ class BoundAttention(ABC):
         The tensors may be those of sparse_prefill, [T, H, ...] instead of [B, S, H, ...].
         """
         out, lse_out = attention_results(q, kv_cache, out, lse_out)
-        cut = None if schedule is None else self._cut(schedule)
+        cut = None if schedule is None else self.cut_of(schedule)
         q_at, kv_at, out_at = q.data_ptr(), kv_cache.data_ptr(), out.data_ptr()
         shapes = (q.shape, kv_cache.shape, indices.shape, q.get_device(), kv_cache.dtype)
         strides = (q.stride(), kv_cache.stride(), indices.stride(), out.stride(), lse_out.stride())
@@ -158,7 +158,7 @@ class BoundAttention(ABC):
                 return out if whole else out.copy_(to), lse_out
             second = (extra_kv_cache, extra_indices, extra_lengths)
             of = _as_decode(Tensors(q, kv_cache, indices, out, lse_out, lengths, *second))
-            launch = self._launches[key] = self._prepared(of, cut)
+            launch = self._launches[key] = self.prepared(of, cut)
         launch(
             out_at,
             lse_out.data_ptr(),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4
 from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, LIST_TILE, MAX_SPLITS, Build, Shape
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
@@ -55,6 +55,7 @@ _BF16: Final[tuple[Build, ...]] = (BF16_SMALL, BF16_LARGE, BF16_WIDE)
 BUILDS: Final[Mapping[str, tuple[Build, ...]]] = {
     FP8_DS_MLA.name: _FP8,
     FP8_NOPE: _family(FP8_NOPE, _FP8, 62_720, 159_104, 181_888, 188_616),
+    FP8_V4.name: _family(FP8_V4.name, _FP8, 68_864, 175_488, 194_176, 202_952),
     BF16.name: _BF16,
     BF16_NOPE.name: _family(BF16_NOPE.name, _BF16, 78_464, 189_952, 189_952),
 }

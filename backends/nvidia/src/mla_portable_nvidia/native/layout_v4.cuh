@@ -22,3 +22,5 @@ __device__ __forceinline__ u32 as_bf162(Scale scale) {
     return bits | bits << 16;
 }
 __device__ __forceinline__ u32 as_bf162_up(Scale scale) { return (scale + 120) * 0x00800080u; }
+// 2^(exponent - 127) for exponents of 0 to 255: 0 at 0, which no row of a writer has, NaN at 255
+__device__ __forceinline__ float as_float(u32 exponent) { return __uint_as_float(exponent << 23 | (exponent + 1 & 256) << 14); }

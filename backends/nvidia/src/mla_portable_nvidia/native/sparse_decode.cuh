@@ -9,6 +9,10 @@
 #include LAYOUT
 
 #define MAX_SPLITS 16             // blocks of a cluster
+#ifndef PLACE                     // where a token of a warp's eight lies in a stage, in rows from the first of them
+#define PLACE(token) (token)
+#endif
+#define FILLED (VISIBLE ? 32 : APART ? 9 : 1)  // arrivals of a warp that copies, at the barrier that a stage is full
 
 // the bytes of shared memory that a source lays out, which its build is launched with; an error names both
 template <int LAID_OUT, int OF_BUILD>
@@ -131,7 +135,7 @@ __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache&
         for (int k = 0; k < 8; ++k)
             if (!((mask >> k) & 1))
                 for (int n = lane; n < ROW / 16; n += 32)
-                    at<uint4>(smem, to.rows + k * ROW_STRIDE + n * 16) = make_uint4(0, 0, 0, 0);
+                    at<uint4>(smem, to.rows + PLACE(k) * ROW_STRIDE + n * 16) = make_uint4(0, 0, 0, 0);
         async_fence();  // before a later copy writes here
         __syncwarp();
     }
@@ -140,7 +144,12 @@ __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache&
     for (int k = 0; k < 8; ++k) {
         const uint4* row = reinterpret_cast<const uint4*>(cache.rows + row_at(cache, max(__shfl_sync(~0u, slot, k), 0)));
         if ((mask >> k) & 1)
-            for (int n = lane; n < ROW / 16; n += 32) at<uint4>(smem, to.rows + k * ROW_STRIDE + n * 16) = row[n];
+            for (int n = lane; n < ROW / 16; n += 32) at<uint4>(smem, to.rows + PLACE(k) * ROW_STRIDE + n * 16) = row[n];
+    }
+    if (APART && lane < 8) {
+        const uint2 none = make_uint2(0, 0);
+        at<uint2>(smem, to.rows + PLACE(lane) * ROW_STRIDE + ROW) =
+            valid ? *reinterpret_cast<const uint2*>(cache.rows + apart_at(cache, slot)) : none;
     }
     barrier_arrive(to.full);
 #else
@@ -151,9 +160,17 @@ __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache&
     __syncwarp();
     if (valid)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         smem_u32(smem) + to.rows + lane * ROW_STRIDE),
+                         smem_u32(smem) + to.rows + PLACE(lane) * ROW_STRIDE),
                      "l"(cache.rows + row_at(cache, slot)), "n"(ROW), "r"(to.full)
                      : "memory");
+#if APART
+    static_assert(APART == 8, "less than a bulk copy takes: one of a thread, which arrives by itself when it has come");
+    if (lane < 8)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%3];" ::"r"(
+                         smem_u32(smem) + to.rows + PLACE(lane) * ROW_STRIDE + ROW),
+                     "l"(cache.rows + (valid ? apart_at(cache, slot) : 0)), "r"(valid ? APART : 0), "r"(to.full)
+                     : "memory");
+#endif
 #endif
 }
 

@@ -13,12 +13,15 @@
 //   shared memory in that order of columns.
 //   output: lane (t, c) holds eight columns, 8 t of its warp's 64, and tokens 2c, 2c + 1, 2c + 8, 2c + 9 of 16; byte permutes
 //   transpose the codes of two tokens while they unpack.
+// Rows with a scale for 64 columns (fp8_v4): the last 64 columns are bfloat16, key and value. Their product comes first, because
+// their size counts for the scale of the token; the last warp converts them to float16 as values. Of the 64 columns before
+// them a lane takes 16 bytes.
 // The 656 bytes of a row shift it by one 16-byte chunk against the row before, so that neither reading order meets a bank twice.
 //
 // Range of float16: q is scaled for all heads together, to a power of two below 2^(Q_EXPONENT + 1) (its rope part too, which stays bfloat16);
 // where the largest values of two heads are further apart than 2^FAR, or one is not finite, for each head by itself, and its
 // scores are scaled back before the softmax. A head whose q is not finite scores NaN.
-// A token's values are scaled by 2^-e, e the exponent of its largest scale. Its probabilities carry 2^e: softmax runs over
+// A token's values are scaled by 2^-e, e the exponent of its largest scale, or as much as its bfloat16 values need. Its probabilities carry 2^e: softmax runs over
 // score + e, and a token adds p 2^-e to the sum. They are taken against a level 6 below the largest exponent seen when
 // the level was last set; it is set again when one would pass 2^14, which after the first step is rare.
 //
@@ -36,8 +39,13 @@
 #define PRODUCER_REGISTERS 24
 #define STEP (STEP_STAGES * TILE) // tokens
 #define STAGE_BYTES (TILE * ROW_STRIDE)
-#define Q_CHUNK 8192              // 64 heads x 64 columns, swizzled by 128 bytes; eight of the latent, one of rope
+#define Q_CHUNK 8192              // 64 heads x 64 columns, swizzled by 128 bytes; those of codes, one of bfloat16
 #define Q_CHUNKS (ROPE ? 9 : 8)
+#define CODE_CHUNKS (CODES / 64)
+#define HAS_PLAIN (ROPE || CODES < 512)          // keys have columns that are bfloat16, the last chunk
+#define PLAIN_FIRST (CODES < 512)                // they are values as well
+#define PLAIN_EXPONENT 14                        // their size in float16 is below 2^(it + 1)
+#define UNITS (512 / SCALE_GROUP)
 #define PROB_AT (Q_CHUNKS * Q_CHUNK)  // [128 tokens][64 heads] float16, likewise
 #define KV_AT (PROB_AT + 16384)
 #define LEVEL_AT (KV_AT + STAGES * STAGE_BYTES)  // [HT]: what probabilities are taken against, as an exponent of 2
@@ -45,8 +53,8 @@
 #define STATE_AT (TOP_AT + 8 * HT * 4)           // [HT][2]: level and sum of the block
 #define BACK_AT STATE_AT                         // [HT], until then: what scores are scaled by, where heads are far apart
 #define SINK_AT (STATE_AT + HT * 8)              // [HT]: as an exponent of 2
-#define UNIT_AT (SINK_AT + HT * 4)               // [2 steps][4][128] float16: scales over 2^e
-#define MASK_AT (UNIT_AT + 2 * 4 * 128 * 2)      // a byte for eight tokens of a stage
+#define UNIT_AT (SINK_AT + HT * 4)               // [2 steps][UNITS][128] float16: scales over 2^e; bfloat16 of columns without
+#define MASK_AT (UNIT_AT + 2 * UNITS * 128 * 2)      // a byte for eight tokens of a stage
 #define RISEN_AT (MASK_AT + STAGES * 4)          // [2]: the last step of either parity that needs another level
 #define QTOP_AT (RISEN_AT + 8)                   // [8][2]: the largest and the least |q| of a warp's heads, as bits
 #define FULL_AT (QTOP_AT + 64)                   // a barrier for each stage
@@ -60,7 +68,7 @@
 #define HEADROOM 6.f              // a level below the largest exponent
 #define LIMIT 14.f                // the largest exponent of a probability
 
-static_assert(FP8 && CODES == 512, "no such build");
+static_assert(FP8 && (SCALE_GROUP == 128 ? CODES == 512 : SCALE_GROUP == 64 && CODES == 448), "no such build");
 static_assert(SharedMemory<SHARED_BYTES, SHARED>::BYTES <= 227 << 10, "no such build");
 static_assert(WEIGHT_AT + MAX_SPLITS * HT * 4 <= LEVEL_AT, "what the end of a row still reads would be overwritten");
 
@@ -176,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     const Row row = begin_row<STEP>(lists, work, group == 2, warp, lane);
     const int steps = (row.own.end - row.own.begin + STEP - 1) / STEP;
     if (thread < STAGES) {
-        barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);
+        barrier_init(shared + FULL_AT + thread * 8, 4 * FILLED);
         barrier_init(shared + EMPTY_AT + thread * 8, 8 * ARRIVALS);
     }
     if (thread == 0) {
@@ -212,17 +220,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         const int warp8 = group * 4 + warp, head = thread >> 2, part = thread & 3;
         const bool on = here.head0 + head < num_heads;
         const u16* q_row = q + here.b * st.q_b + here.s * st.q_s + (i64)(here.head0 + head) * st.q_h;
-        constexpr int WORDS = Q_CHUNKS * 2;
+        constexpr int WORDS = Q_CHUNKS * 2, OF_CODES = CODE_CHUNKS * 2, OF_128 = CODES / 128 * 4;
         uint4 w[WORDS];
 #pragma unroll
         for (int j = 0; j < WORDS; ++j)
             w[j] = on ? *reinterpret_cast<const uint4*>(q_row + (j * 4 + part) * 8) : make_uint4(0, 0, 0, 0);
         u32 top = 0;
 #pragma unroll
-        for (int j = 0; j < 16; ++j) top = max(top, largest_size(w[j]));
-        if (ROPE) {
-            const u32 rope = max(largest_size(w[WORDS - 2]), largest_size(w[WORDS - 1]));
-            if (rope >= NOT_FINITE) top = rope;
+        for (int j = 0; j < OF_CODES; ++j) top = max(top, largest_size(w[j]));
+        if (HAS_PLAIN) {
+            const u32 plain = max(largest_size(w[WORDS - 2]), largest_size(w[WORDS - 1]));
+            if (plain >= NOT_FINITE) top = plain;
         }
         top = max(top, __shfl_xor_sync(~0u, top, 1));
         top = max(top, __shfl_xor_sync(~0u, top, 2));  // of the head
@@ -239,15 +247,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         const float shrink = power(Q_EXPONENT - exponent), back = scale_log2 * power(exponent - Q_EXPONENT);
         if (far && part == 0) at<float>(smem, BACK_AT + head * 4) = top >= NOT_FINITE ? not_a_number() : back;
         score_scale = far ? 1.f : back;
-        // of 128 columns of the latent (64 of rope) a lane of a score takes 32 (16) that follow each other, four at each depth of
-        // 16. w[j] are columns 32 j + 8 part .., so what the four lanes take at one place are words of four w.
+        // of 128 columns of codes (64 of the last, or of bfloat16) a lane of a score takes 32 (16) that follow each other, four at
+        // each depth of 16. w[j] are columns 32 j + 8 part .., so what the four lanes take at one place are words of four w.
         const auto word = [&](int j, int k) { return k == 0 ? w[j].x : k == 1 ? w[j].y : k == 2 ? w[j].z : w[j].w; };
         const auto place = [&](int k) { return (((part & 1) * 4 + k) ^ (head & 7)) << 4; };
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const u32 to = head * 128 + place(k);
 #pragma unroll
-            for (int j = 0; j < 16; j += 4) {
+            for (int j = 0; j < OF_128; j += 4) {
                 u32 four[4];
 #pragma unroll
                 for (int lane = 0; lane < 4; ++lane) {
@@ -257,10 +265,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                 at<uint4>(smem, to + ((j >> 2) * 2 + (part >> 1)) * Q_CHUNK) = make_uint4(four[0], four[1], four[2], four[3]);
             }
 #pragma unroll
-            for (int j = 16; j < WORDS; ++j) {
+            for (int j = OF_128; j < WORDS; ++j) {
                 const u32 both = word(j, k);
-                at<u32>(smem, to + 8 * Q_CHUNK + ((j - 16) * 2 + (part >> 1)) * 4) =
-                    to_bf162(low_bf16(both) * shrink, high_bf16(both) * shrink);
+                const float low = low_bf16(both) * shrink, high = high_bf16(both) * shrink;
+                at<u32>(smem, to + (j >> 1) * Q_CHUNK + ((j & 1) * 2 + (part >> 1)) * 4) =
+                    j < OF_CODES ? to_half2(low, high) : to_bf162(low, high);
             }
         }
         async_fence();
@@ -291,8 +300,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             const u32 from = KV_AT + own * STAGE_BYTES + ((warp8 & 1) * 16 + t) * ROW_STRIDE;
             mask = at<u32>(smem, MASK_AT + own * 4) >> ((warp8 & 1) * 16 + t);
             uint4 v[2], next[2];  // 16 columns of either token, four steps of depth 16, and the ones after them
+            // where this lane's bytes of 64 columns begin in a row
+            const auto place = [&](int n) {
+                if (n == CODE_CHUNKS) return PLAIN_COLUMN + c * 32;
+                return n < CODES / 128 * 2 ? (n >> 1) * 128 + c * 32 + (n & 1) * 16 : n * 64 + c * 16;
+            };
 #pragma unroll
-            for (int k = 0; k < 2; ++k) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + c * 32);
+            for (int k = 0; k < 2; ++k) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + place(PLAIN_FIRST ? CODE_CHUNKS : 0));
+#if PLAIN_FIRST
+            u32 exponents[2][2];  // of the scales that this lane multiplies by: of columns 0, 128, 256 and their 64th, and of 384
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const uint2 own = at<uint2>(smem, from + k * 8 * ROW_STRIDE + SCALE_COLUMN);
+                const u32 even = __vmaxu2(own.x & 0x00ff00ffu, own.y & 0x00ff00ffu);
+                const u32 odd = __vmaxu2(own.x >> 8 & 0x00ff00ffu, own.y >> 8 & 0x000000ffu), two = __vmaxu2(even, odd);
+                const uint4 behind = at<uint4>(smem, from + k * 8 * ROW_STRIDE + place(CODE_CHUNKS) + 16);
+                const auto larger = [](u32 x, u32 y) { return __vmaxu2(x & 0x7fff7fffu, y & 0x7fff7fffu); };
+                u32 plain = __vmaxu2(__vmaxu2(larger(next[k].x, next[k].y), larger(next[k].z, next[k].w)),
+                                     __vmaxu2(larger(behind.x, behind.y), larger(behind.z, behind.w)));
+                plain = max(plain & 0xffffu, plain >> 16);
+                plain = max(plain, __shfl_xor_sync(~0u, plain, 1));
+                plain = max(plain, __shfl_xor_sync(~0u, plain, 2));
+                const int needed = (int)(plain >> 7) - PLAIN_EXPONENT, largest = max(two & 0xffffu, two >> 16);
+                const int exponent = min(max(max(largest, needed) - 127, -64), 64);
+                back[k] = power(-exponent);
+                const u32 both = (c & 2 ? own.y : own.x) >> (c & 1) * 16;
+                const float first = as_float(both & 255) * back[k], second = as_float(both >> 8 & 255) * back[k];
+                const u32 to = UNIT_AT + ((step & 1) * UNITS + c * 2) * 256 + (warp8 * 16 + k * 8 + t) * 2;
+                at<u16>(smem, to) = (u16)to_half2(first, first);
+                at<u16>(smem, to + 256) = c == 3 ? (u16)(__float_as_uint(back[k]) >> 16) : (u16)to_half2(second, second);
+                const u32 shift = (c >> 1) * 8;
+                exponents[k][0] = own.x >> shift;
+                exponents[k][1] = own.y >> shift & 255 | own.y & 0x00ff0000u;
+            }
+            const auto scale_of_token = [&](int k, int group) {
+                return as_float(exponents[k][group >> 1] >> (group & 1) * 16 & 255) * back[k];
+            };
+#else
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const float4 scale = at<float4>(smem, from + k * 8 * ROW_STRIDE + SCALE_COLUMN);
@@ -300,24 +344,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                 const int exponent = min(max((int)(__float_as_uint(largest) >> 23) - 126, -64), 64);
                 back[k] = power(-exponent);
                 const float mine = at<float>(smem, from + k * 8 * ROW_STRIDE + SCALE_COLUMN + c * 4) * back[k];
-                at<u16>(smem, UNIT_AT + ((step & 1) * 4 + c) * 256 + (warp8 * 16 + k * 8 + t) * 2) = (u16)to_half2(mine, mine);
+                at<u16>(smem, UNIT_AT + ((step & 1) * UNITS + c) * 256 + (warp8 * 16 + k * 8 + t) * 2) = (u16)to_half2(mine, mine);
             }
+            const auto scale_of_token = [&](int k, int group) {
+                return at<float>(smem, from + k * 8 * ROW_STRIDE + SCALE_COLUMN + group * 4) * back[k];
+            };
+#endif
             u32 a[2][2][4], unit[2];
+            const auto add_plain = [&] {
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {  // 64 columns
+                for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {
+                        v[k] = next[k];
+                        if (half == 0) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + PLAIN_COLUMN + c * 32 + 16);
+                        if (half == 1 && PLAIN_FIRST) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + place(0));
+                    }
+                    if (!PLAIN_FIRST) {
+                        wgmma_wait<1>();
+                        hold(a[half][0]), hold(a[half][1]);
+                    }
+                    a[half][0][0] = v[0].x, a[half][0][2] = v[0].y, a[half][1][0] = v[0].z, a[half][1][2] = v[0].w;
+                    a[half][0][1] = v[1].x, a[half][0][3] = v[1].y, a[half][1][1] = v[1].z, a[half][1][3] = v[1].w;
+#pragma unroll
+                    for (int k = 0; k < 2; ++k)
+#pragma unroll
+                        for (int r = 0; r < 4; ++r) a[half][k][r] = mul_bf162(a[half][k][r], to_bf162(back[r & 1], back[r & 1]));
+                    wgmma_fence();
+#pragma unroll
+                    for (int k = 0; k < 2; ++k)
+                        wgmma_rope(x, a[half][k], q_operand + CODE_CHUNKS * (Q_CHUNK / 16) + (half * 2 + k) * 2,
+                                   !PLAIN_FIRST || half + k > 0);
+                    wgmma_commit();
+                }
+            };
+            if (PLAIN_FIRST) add_plain();
+#pragma unroll
+            for (int n = 0; n < CODE_CHUNKS; ++n) {  // 64 columns
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     v[k] = next[k];
-                    const u32 there = n == 7 ? PLAIN_COLUMN + c * 32 : ((n + 1) >> 1) * 128 + c * 32 + ((n + 1) & 1) * 16;
-                    if (ROPE || n < 7) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + there);
+                    if (n < CODE_CHUNKS - 1 || (HAS_PLAIN && !PLAIN_FIRST))
+                        next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + place(n + 1));
                     if ((n & 1) == 0) {
-                        const float scale = at<float>(smem, from + k * 8 * ROW_STRIDE + SCALE_COLUMN + (n >> 1) * 4) * back[k];
+                        const float scale = scale_of_token(k, n >> 1);
                         unit[k] = to_half2(scale, scale);
                     }
                 }
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    if (n * 2 + half >= 2) {
+                    if (PLAIN_FIRST || n * 2 + half >= 2) {
                         wgmma_wait<1>();
                         hold(a[half][0]), hold(a[half][1]);
                     }
@@ -331,33 +407,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     wgmma_fence();
 #pragma unroll
                     for (int k = 0; k < 2; ++k)
-                        wgmma_latent(x, a[half][k], q_operand + n * (Q_CHUNK / 16) + (half * 2 + k) * 2, n + half + k > 0);
+                        wgmma_latent(x, a[half][k], q_operand + n * (Q_CHUNK / 16) + (half * 2 + k) * 2,
+                                     PLAIN_FIRST || n + half + k > 0);
                     wgmma_commit();
                 }
             }
-#if ROPE
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    v[k] = next[k];
-                    if (half == 0) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + PLAIN_COLUMN + c * 32 + 16);
-                }
-                wgmma_wait<1>();
-                hold(a[half][0]), hold(a[half][1]);
-                a[half][0][0] = v[0].x, a[half][0][2] = v[0].y, a[half][1][0] = v[0].z, a[half][1][2] = v[0].w;
-                a[half][0][1] = v[1].x, a[half][0][3] = v[1].y, a[half][1][1] = v[1].z, a[half][1][3] = v[1].w;
-#pragma unroll
-                for (int k = 0; k < 2; ++k)
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) a[half][k][r] = mul_bf162(a[half][k][r], to_bf162(back[r & 1], back[r & 1]));
-                wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < 2; ++k)
-                    wgmma_rope(x, a[half][k], q_operand + 8 * (Q_CHUNK / 16) + (half * 2 + k) * 2, 1);
-                wgmma_commit();
-            }
-#endif
+            if (HAS_PLAIN && !PLAIN_FIRST) add_plain();
             wgmma_wait<0>();
 #pragma unroll
             for (int half = 0; half < 2; ++half) hold(a[half][0]), hold(a[half][1]);
@@ -474,14 +529,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         // ---- output: 16 tokens at a time
         {
             const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
-            const u32 units = UNIT_AT + ((step & 1) * 4 + (warp8 >> 1)) * 256 + 2 * c * 2;
-            const u32 output_from = KV_AT + 2 * c * ROW_STRIDE + warp8 * 64 + t * 8;
+            const u32 units = UNIT_AT + ((step & 1) * UNITS + (UNITS == 8 ? warp8 : warp8 >> 1)) * 256 + 2 * c * 2;
+            const bool plain = PLAIN_FIRST && warp8 == 7;  // values are bfloat16
+            const u32 output_from = KV_AT + 2 * c * ROW_STRIDE + warp8 * 64 + t * (plain ? 16 : 8);
+            static_assert(!PLAIN_FIRST || PLAIN_COLUMN == 7 * 64, "where those of the last warp begin");
             u32 a[2][4][4], unit01, unit89;
-            uint2 w[4];
+            uint2 w[4], behind[4];  // behind: of bfloat16s, the other four columns
             auto read = [&](int k16, int from_stage) {
                 const u32 from = output_from + from_stage * STAGE_BYTES + (k16 & 1) * 16 * ROW_STRIDE;
 #pragma unroll
-                for (int k = 0; k < 4; ++k) w[k] = at<uint2>(smem, from + ((k >> 1) * 8 + (k & 1)) * ROW_STRIDE);
+                for (int k = 0; k < 4; ++k) {
+                    const u32 row = from + ((k >> 1) * 8 + (k & 1)) * ROW_STRIDE;
+                    if (plain) {
+                        const uint4 all = at<uint4>(smem, row);
+                        w[k] = make_uint2(all.x, all.y), behind[k] = make_uint2(all.z, all.w);
+                    } else {
+                        w[k] = at<uint2>(smem, row);
+                    }
+                }
                 unit01 = at<u32>(smem, units + k16 * 32), unit89 = at<u32>(smem, units + k16 * 32 + 16);
             };
             barrier_wait(shared + FULL_AT + stage * 8, parity);
@@ -494,19 +559,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
                     for (int j = 0; j < 4; ++j) hold(v[j]);
                 }
+                if (plain) {
 #pragma unroll
-                for (int word = 0; word < 2; ++word) {
-                    const u32 w0 = word ? w[0].y : w[0].x, w1 = word ? w[1].y : w[1].x;
-                    const u32 w2 = word ? w[2].y : w[2].x, w3 = word ? w[3].y : w[3].x;
-                    decode4(__byte_perm(w0, w1, 0x5140), v[word * 2][0], v[word * 2][1]);
-                    decode4(__byte_perm(w0, w1, 0x7362), v[word * 2 + 1][0], v[word * 2 + 1][1]);
-                    decode4(__byte_perm(w2, w3, 0x5140), v[word * 2][2], v[word * 2][3]);
-                    decode4(__byte_perm(w2, w3, 0x7362), v[word * 2 + 1][2], v[word * 2 + 1][3]);
+                    for (int side = 0; side < 2; ++side) {  // tokens 2c and the next; 2c + 8 and the next
+                        const u32 both = side ? unit89 : unit01;
+                        const float first = low_bf16(both), second = high_bf16(both);
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            const auto word = [&](int k) {
+                                const uint2 of = j < 2 ? w[k] : behind[k];
+                                return j & 1 ? of.y : of.x;
+                            };
+                            const u32 x = word(side * 2), y = word(side * 2 + 1);
+                            v[j][side * 2] = to_half2(low_bf16(x) * first, low_bf16(y) * second);
+                            v[j][side * 2 + 1] = to_half2(high_bf16(x) * first, high_bf16(y) * second);
+                        }
+                    }
+                } else {
+#pragma unroll
+                    for (int word = 0; word < 2; ++word) {
+                        const u32 w0 = word ? w[0].y : w[0].x, w1 = word ? w[1].y : w[1].x;
+                        const u32 w2 = word ? w[2].y : w[2].x, w3 = word ? w[3].y : w[3].x;
+                        decode4(__byte_perm(w0, w1, 0x5140), v[word * 2][0], v[word * 2][1]);
+                        decode4(__byte_perm(w0, w1, 0x7362), v[word * 2 + 1][0], v[word * 2 + 1][1]);
+                        decode4(__byte_perm(w2, w3, 0x5140), v[word * 2][2], v[word * 2][3]);
+                        decode4(__byte_perm(w2, w3, 0x7362), v[word * 2 + 1][2], v[word * 2 + 1][3]);
+                    }
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+#pragma unroll
+                        for (int r = 0; r < 4; ++r) v[j][r] = mul_half2(v[j][r], r < 2 ? unit01 : unit89);
                 }
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) v[j][r] = mul_half2(v[j][r], r < 2 ? unit01 : unit89);
                 if (k16 & 1) {
                     __syncwarp();
                     warp_arrive(shared + EMPTY_AT + stage * 8, lane);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of sparse_decode_wide on a CPU, behind what a launch packs for it: see wide_on_cpu.cpp. It needs g++."""
+"""The sources of the FP8 attention kernels of SM90 on a CPU, behind what a launch packs for them: see sm90_on_cpu.cpp."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from attention_model import FUNCTION
 from native_model import SOURCES
 from source_on_cpu import compiled
 
-from mla_portable_nvidia.native.choice import MANY
 from mla_portable_nvidia.native.sparse_decode import Build
 
-__all__ = ["EmulatedWide"]
+__all__ = ["EmulatedSm90"]
 
 
 @functools.cache
 def _library(build: Build) -> ctypes.CDLL:
     source = re.sub(r"^#define WGMMA\(.*?\n(?=// the thread)", "", SOURCES[build.kernel], flags=re.DOTALL | re.MULTILINE)
-    source = re.sub(r"#else\n    if \(lane == 0\).*?#endif", "#endif", source, flags=re.DOTALL)  # bulk copies
+    source = re.sub(r"#else\n    if \(lane == 0\).*?#endif\n#endif", "#endif", source, flags=re.DOTALL)  # bulk copies
     registers = "cluster = ::cluster, block = ::block(), blocks = cluster_blocks;"
     source, replaced = re.subn(r"asm volatile\([^;]*ctaid.*?\);", registers, source, flags=re.DOTALL)
     assert replaced == 1
@@ -31,13 +30,14 @@ def _library(build: Build) -> ctypes.CDLL:
     source = re.sub(r"^.*\b(?:smem_u32\(const|typedef ).*\n", "", source, flags=re.MULTILINE)
     source = source.replace('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', "")
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)shared_of(block());", source)
-    return compiled(source, "wide_on_cpu.cpp", build.defines, ctypes.c_char_p, *[ctypes.c_int] * 4)
+    defines = (*build.defines, ("NAME", build.kernel))
+    return compiled(source, "sm90_on_cpu.cpp", defines, ctypes.c_char_p, *[ctypes.c_int] * 4)
 
 
-class EmulatedWide:
-    """The build, loaded. stride: how far the next thread is that gets its turn."""
+class EmulatedSm90:
+    """A build, loaded. stride: how far the next thread is that gets its turn."""
 
-    def __init__(self, stride: int, build: Build = MANY) -> None:
+    def __init__(self, stride: int, build: Build) -> None:
         self._stride, self._build = stride, build
 
     def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Callable[..., None]:

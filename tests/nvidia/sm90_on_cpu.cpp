@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The source of sparse_decode_wide on a CPU, built with VISIBLE. KERNEL is the source without the functions that are inline
-// assembly (wide_model.py); here is what they do. `wgmma` is computed where it is issued, from what shared memory has then.
+// The sources of the FP8 attention kernels of SM90 on a CPU, built with VISIBLE. KERNEL is a source without the functions that are
+// inline assembly (sm90_model.py); here is what they do. `wgmma` is computed where it is issued, from what shared memory has then.
 
 #define __CUDA_ARCH__ 900
 #define VISIBLE 1
@@ -18,6 +18,9 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 typedef long long i64;
+static bool __all_sync(unsigned, bool value) {
+    return warp(value, [](const long long* of) { return std::all_of(of, of + 32, [](long long each) { return each != 0; }); });
+}
 static u32 __reduce_min_sync(unsigned, u32 value) {
     return warp(value, [](const long long* of) { return (u32)*std::min_element(of, of + 32); });
 }
@@ -45,6 +48,8 @@ static u32 mul_half2(u32 a, u32 b) {
 static u32 mul_bf162(u32 a, u32 b) {
     return to_bf162(of_bf16(a & 0xffff) * of_bf16(b & 0xffff), of_bf16(a >> 16) * of_bf16(b >> 16));
 }
+static u32 half2_to_bf162(u32 x) { return to_bf162(of_half(x & 0xffff), of_half(x >> 16)); }
+static u32 __vmaxu2(u32 x, u32 y) { return max(x & 0xffff, y & 0xffff) | max(x >> 16, y >> 16) << 16; }
 static u32 of_e4m3(u32 code) {
     const int exponent = code >> 3 & 15;
     const float size = (code & 127) == 127 ? NAN : std::ldexp((float)((code & 7) + (exponent ? 8 : 0)), max(exponent, 1) - 10);
@@ -114,6 +119,37 @@ static float2 own2(u32 at) { return read_shared<float2>(at, block()); }
 static float2 remote2(u32 at, int rank) { return read_shared<float2>(at, rank); }
 static float4 remote4(u32 at, int rank) { return read_shared<float4>(at, rank); }
 
+// ---- matrices of a warp, and products
+static void ldmatrix4(u32 (&r)[4], u32 at) {
+    const int t = current % 32 / 4, c = current % 4;
+    if (at % 16) fail("a matrix at an odd place");
+    const auto found = warp(at, [=](const long long* of) {
+        std::array<u32, 4> words;
+        for (int m = 0; m < 4; ++m) words[m] = read_shared<u32>((u32)of[m * 8 + t] + c * 4, block());
+        return words;
+    });
+    for (int m = 0; m < 4; ++m) r[m] = found[m];
+}
+static std::vector<std::array<u32, 6>> of_mma;
+template <typename Number>
+static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Number number) {
+    of_mma[current] = {a[0], a[1], a[2], a[3], b0, b1};
+    const int first = current / 32 * 32, t = current % 32 / 4, c = current % 4;
+    __syncwarp();
+    const auto pick = [=](u32 pair, int odd) { return number(odd ? pair >> 16 : pair & 0xffff); };
+    for (int i = 0; i < 4; ++i) {
+        const int row = t + i / 2 * 8, column = 2 * c + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const int lane = k % 8 / 2;
+            d[i] += pick(of_mma[first + row % 8 * 4 + lane][row / 8 + k / 8 * 2], k % 2) *
+                    pick(of_mma[first + column * 4 + lane][4 + k / 8], k % 2);
+        }
+    }
+    __syncwarp();
+}
+static void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma(d, a, b0, b1, of_half); }
+static void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma(d, a, b0, b1, of_bf16); }
+
 // ---- products of a warpgroup: a in registers, b in shared memory, swizzled by 128 bytes
 static std::vector<std::array<u32, 4>> operands;
 static void wgmma_fence() {}
@@ -156,7 +192,7 @@ static void wgmma_output(float (&d)[32], const u32 (&a)[4], u64 b, int keep) { p
 #include KERNEL
 
 static void run() {
-    apply(sparse_decode_wide);
+    apply(NAME);
     next_thread();
 }
 
@@ -165,7 +201,7 @@ extern "C" void launch(const char* arguments, int clusters, int blocks, int shar
     packed = arguments;
     readable = nullptr, readable_end = (const char*)~0ull;
     cluster_blocks = blocks;
-    operands.resize(blocks * THREADS);
+    operands.resize(blocks * THREADS), of_mma.resize(blocks * THREADS);
     for (cluster = 0; cluster < (u32)clusters; ++cluster) {
         phases.clear(), named.clear();
         run_blocks(blocks, THREADS, (shared + 1023) / 1024 * 1024, stride, run);
