@@ -85,8 +85,8 @@ def recorded(*plugins: Recorder, **changes) -> SlotAttention:
 
 def call(attention: SlotAttention, num_tokens: int, *, decodes: bool, with_lengths: bool = False) -> None:
     q, kv, slots, lengths = make_call("fp8_ds_mla", num_tokens)
-    given = lengths if with_lengths else None
-    attention.forward(q, paged("fp8_ds_mla", kv), slots, softmax_scale=0.06, decodes=decodes, lengths=given)
+    given, out = lengths if with_lengths else None, torch.empty((num_tokens, HEADS, 512), dtype=torch.bfloat16)
+    attention.forward(q, paged("fp8_ds_mla", kv), slots, softmax_scale=0.06, decodes=decodes, lengths=given, out=out)
 
 
 def test_decode_rows_share_a_schedule_of_their_number_and_prefill_rows_take_none():
