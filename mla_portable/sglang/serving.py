@@ -23,7 +23,7 @@ from mla_portable.engine.routing import attention_served_by, attention_serving
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import get_registry
-from mla_portable.sglang import model, prompts, settings, stock
+from mla_portable.sglang import model, pool_rows, prompts, settings, stock
 
 SERVER: Final = "_mla_portable"
 """The attribute of SGLang's backend object that holds its Server."""
@@ -170,12 +170,15 @@ def _rows(lengths: Tensor | None, num_tokens: int) -> Tensor | None:
 
 
 def _attention(spec: AttentionSpec, device: torch.device) -> SlotAttention:
+    """One for all backend objects of a spec. SGLang's lists end with -1 behind a row's clipped length, and its own methods give
+    them to FlashMLA as they are: the slots are clean.
+    """
     found = _shared.get((spec, device))
     if found is None:
         try:
-            found = SlotAttention(spec, device=device)
+            found = SlotAttention(spec, device=device, clean_slots=True)
         except UnsupportedRoute:
-            found = SlotAttention(replace(spec, graph=False), device=device)
+            found = SlotAttention(replace(spec, graph=False), device=device, clean_slots=True)
             _log_without_graphs(str(found.facts))
         _shared[spec, device] = found
         publish(found.facts.name, attention_serving(found.route_decision), settings.logger)
@@ -203,6 +206,8 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
         if refused:
             got, expected = "; ".join(refused), "what this plugin supports"
             raise InvalidArgument("SGLang", "configuration", got=got, expected=expected)
+        if LAYOUTS[model.pool_layout(backend)].is_quantized:
+            pool_rows.of_device(torch.device(model_runner.device))  # raises now, in place of the first write
         server = Server(backend, model_runner, wanted)
     except (InvalidArgument, UnsupportedRoute) as error:
         needed = [f"{method}: {reason}" for method, reason in against.items() if reason is not None]

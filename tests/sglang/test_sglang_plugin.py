@@ -20,7 +20,11 @@ from mla_portable.sglang import hooks, model, places, plugin, serving, settings,
 from mla_portable.sglang.status import changes
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
-APPLIED = places.PLACES if SELECTORS else (*places.ATTENTION, *places.PROMPTS)
+QUANTISING = "quantization.dsa_quant_k_cache." if SELECTORS else "attention.dsa.quant_k_cache."
+GATHERING = "dequantize_k_cache_paged_dsa" if SELECTORS else "dequantize_k_cache_paged"
+POOL = tuple(place for place in places.POOL if QUANTISING in place.target or place.name == GATHERING)
+WITHOUT_INDEXER = (*places.ATTENTION, *places.PROMPTS, *POOL)
+APPLIED = (*WITHOUT_INDEXER, *places.INDEXER) if SELECTORS else WITHOUT_INDEXER
 
 
 @pytest.fixture
@@ -74,7 +78,7 @@ def test_registration_names_the_hooks(registered: list[str], log: pytest.LogCapt
 def test_modes_of_registration(registered: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
     plugin.register()
-    assert registered == [place.target for place in (*places.ATTENTION, *places.PROMPTS)]
+    assert registered == [place.target for place in WITHOUT_INDEXER]
     registered.clear()
     monkeypatch.setenv(settings.ENV_MODE, "off")
     plugin.register()
