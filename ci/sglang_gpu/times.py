@@ -96,7 +96,7 @@ def median_us(call: Callable[[], object]) -> float:
 
 def from_oracle(named: dict[str, Any], out: torch.Tensor) -> float:
     """The greatest difference of three rows of a result from the oracle's."""
-    table = named.get("page_table", named.get("page_table_1"))
+    table = named["page_table"] if "page_table" in named else named["page_table_1"]
     rows = torch.tensor(sorted({0, len(table) // 2, len(table) - 1}), device=DEVICE)
     q = named["q_all"] if "q_all" in named else torch.cat((named["q_nope"], named["q_rope"]), dim=-1)
     cache = named["kv_cache"].squeeze(1)

@@ -3,8 +3,8 @@
 
 Nothing is converted, gathered or planned: every token is a row with its own list of slots. Rows of a decode batch go through
 sparse_decode with a schedule of their number. Rows of prefills, and more rows than the spec allows, go through sparse_prefill
-on the cache itself, or through sparse_decode where nothing else reads the cache in place. Unless slots are promised to be clean,
-the implementations check each of them.
+on the cache itself, or through sparse_decode where nothing else reads the cache in place. Unless the slots are promised to be
+clean, the implementations check each of them.
 
 With `spec.extra_topk` each call has a second cache and a second list (DeepSeek-V4: a sliding window and compressed tokens).
 """

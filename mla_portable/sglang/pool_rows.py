@@ -6,7 +6,7 @@ SGLang quantises rows, and gathers them in BF16 for `flashmla_sparse`, by Triton
 conversion there. `cache_write` with "amax" scales and `gather_upconvert` do it by integer arithmetic:
 
 scale     amax / 448, as in SGLang. A group of zeros has the least normal float32, where SGLang's has 0; both read as zeros.
-code      of x / scale, rounded once. SGLang rounds x * (1 / scale), which takes the neighbouring code of 1 in some 2,000 values.
+code      of x / scale, rounded once. SGLang rounds x * (1 / scale): of some 2,000 values one gets a neighbouring code.
 gathered  bf16(e4m3 * scale), the same bits
 """
 
@@ -107,7 +107,7 @@ def quantise(original: Any, k_nope: Tensor, k_rope: Tensor, group_size: int = SC
 
 
 def quantise_apart(original: Any, k_nope: Tensor, k_rope: Tensor, group_size: int = SCALE_GROUP) -> tuple[Tensor, Tensor]:
-    """In place of `_quantize_k_cache_fast_separate`: codes and scales [T, 1, 528], rope [T, 1, 128]; uint8, parts of one row."""
+    """In place of `_quantize_k_cache_fast_separate`: codes and scales [T, 1, 528], rope [T, 1, 128], uint8."""
     found = _served(k_nope, (k_nope.shape[1], k_rope.shape[1]), _PARTS, group_size)
     if found is None:
         return original(k_nope, k_rope, group_size)
