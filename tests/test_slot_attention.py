@@ -85,8 +85,8 @@ def recorded(*plugins: Recorder, **changes) -> SlotAttention:
 
 def call(attention: SlotAttention, num_tokens: int, *, decodes: bool, with_lengths: bool = False) -> None:
     q, kv, slots, lengths = make_call("fp8_ds_mla", num_tokens)
-    given, out = lengths if with_lengths else None, torch.empty((num_tokens, HEADS, 512), dtype=torch.bfloat16)
-    attention.forward(q, paged("fp8_ds_mla", kv), slots, softmax_scale=0.06, decodes=decodes, lengths=given, out=out)
+    given = lengths if with_lengths else None
+    attention.forward(q, paged("fp8_ds_mla", kv), slots, softmax_scale=0.06, decodes=decodes, lengths=given)
 
 
 def test_decode_rows_share_a_schedule_of_their_number_and_prefill_rows_take_none():
@@ -226,7 +226,7 @@ def test_lists_of_another_width_have_a_schedule_of_their_own():
     attention = recorded(plugin, kv_layout="fp8_v4", extra_topk=16, extra_block_size=2)
     q, caches, lists, _ = two_caches(3)
     for width in (16, 8, 16):
-        second = {"extra_kv_cache": caches[1], "extra_slots": lists[1][:, :width], "out": torch.empty_like(q)}
+        second = {"extra_kv_cache": caches[1], "extra_slots": lists[1][:, :width]}
         attention.forward(q, caches[0], lists[0], softmax_scale=0.06, decodes=True, **second)
     schedules = [kwargs["schedule"] for _, _, kwargs in plugin.calls]
     assert [schedule.extra_topk for schedule in schedules] == [16, 8, 16] and schedules[0] is schedules[2]
