@@ -112,6 +112,19 @@ def trying(name: str, found: dict[str, Any]) -> Iterator[None]:
         tell(name, **{"passed": True, **found})
 
 
+@contextmanager
+def refused(words: str, found: dict[str, Any]) -> Iterator[None]:
+    """SGLang itself refuses the block, with an assertion of these words. Where it no longer does, the plan has to change."""
+    try:
+        yield
+    except AssertionError as error:
+        if words not in str(error):
+            raise
+        found["refused_by_sglang"] = str(error)[:100]
+    else:
+        raise RuntimeError(f"SGLang was expected to refuse this with {words!r}")
+
+
 if __name__ == "__main__":
     start()
     sys.argv = sys.argv[1:]

@@ -19,7 +19,7 @@ import torch
 from mla_portable.sglang import places
 
 PROGRAMS = Path(__file__).parents[2] / "ci" / "sglang_gpu"
-NAMES = ("process", "stock", "times", "variants")
+NAMES = ("process", "stock", "times")
 
 
 @pytest.fixture
@@ -78,16 +78,11 @@ def test_what_needs_a_package_of_others_is_not_run(programs: SimpleNamespace, mi
     assert line["passed"] is passed and ("not_run" in line) == (passed is None)
 
 
-def refuse(words: str) -> Any:
-    def call(case: Any) -> None:
-        assert not words, words
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("words", "passed"), [("Unsupported dsa_impl = 'flashmla_auto'", True), ("1 != 2", False), ("", False)]
 )
 def test_what_sglang_refuses_is_expected(programs: SimpleNamespace, words: str, passed: bool):
-    programs.variants.run_refused("fp8 decode", "Unsupported dsa_impl", refuse(words))
+    found: dict[str, Any] = {}
+    with programs.process.trying("decode", found), programs.process.refused("Unsupported dsa_impl", found):
+        assert not words, words
     assert [line["passed"] for line in lines(programs)] == [passed]
