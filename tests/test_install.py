@@ -18,7 +18,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 NO_TORCH = "requirements-no-torch.txt"
-FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "matplotlib", "prometheus_client"}
+FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "prometheus_client"}
 """What the core imports and such an installation leaves alone. The last three are used where they are installed."""
 BESIDE_AN_ENGINE = ("bench", "capability", "cli", "conformance")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -11,7 +11,7 @@ import typer
 
 from mla_portable.cli.failures import Commands
 from mla_portable.cli.kernels import kernels
-from mla_portable.cli.options import JsonOption, check_name, check_writable, in_help, numbers
+from mla_portable.cli.options import JsonOption, check_name, check_picture, in_help, numbers
 from mla_portable.cli.output import command
 from mla_portable.cli.prompts import prompts
 
@@ -120,7 +120,7 @@ def page(
 @_command
 def plot(
     run: RunArgument,
-    out: Annotated[Path, typer.Argument(help="The picture: .svg, .png or .pdf.", dir_okay=False)],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="The picture, an .svg.", dir_okay=False)],
     primitive: Annotated[str, typer.Option("--primitive", metavar="PRIMITIVE", help="Of this primitive.")] = "sparse_decode",
     heads: Annotated[str | None, typer.Option("--heads", metavar="N,N", help="Of these head counts. Default: all.")] = None,
     topk: Annotated[str | None, typer.Option("--topk", metavar="N,N", help="Of these top-k widths. Default: all.")] = None,
@@ -128,9 +128,10 @@ def plot(
 ) -> None:
     """Draw times over rows: the fastest implementation, Triton alone, the fastest baseline and the roofline bound."""
     with command(as_json=as_json, doing="reading the run") as output:
+        check_picture(out, param_hint="FILE")
         by_heads, by_topk = numbers(heads, "--heads"), numbers(topk, "--topk")
         check_name("primitive", primitive, param_hint="--primitive")
-        from mla_portable.bench.plot import lines_of_times, plot_lines
+        from mla_portable.bench.plot import picture_of
         from mla_portable.capability.run import read_run
 
         read = read_run(run)
@@ -139,8 +140,7 @@ def plot(
         times = [each for each in times if by_topk is None or each.topk in by_topk]
         if not times:
             raise typer.BadParameter(f"no such times of {primitive} in {run.name}", param_hint="RUN")
-        check_writable(out, param_hint="OUT")
-        plot_lines(lines_of_times(times), out, title=f"{read.device_name}, {read.date}")
+        out.write_text(picture_of(times, f"{read.device_name}, {read.date}").svg, encoding="utf-8")
         if as_json:
             output.document({"command": "bench plot", "ok": True, "file": out, "times": len(times)})
         output.note(f"drawn: {out}")

@@ -19,6 +19,7 @@ from mla_portable.cli.options import (
     OutOption,
     WhoOption,
     check_known,
+    check_picture,
     check_writable,
     numbers,
     resolve_device,
@@ -105,7 +106,7 @@ def kernels(
         bool, typer.Option("--all", help="Show every candidate of each case, and why candidates were skipped.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw time over rows, with matplotlib; .svg, .png or .pdf.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times, as `bench plot` does, into an .svg.")
     ] = None,
 ) -> None:
     """Time kernels and their baselines. A wrong result gets no time; exit code 1 when one of ours is wrong or fails."""
@@ -120,9 +121,10 @@ def kernels(
 
         if out is not None and scale_format != "pow2":
             raise typer.BadParameter("must be pow2 beside --out: runs have no other times", param_hint="--scale-format")
-        for path, option in ((out, "--out"), (plot, "--plot")):
-            if path is not None:
-                check_writable(path, param_hint=option)
+        if out is not None:
+            check_writable(out, param_hint="--out")
+        if plot is not None:
+            check_picture(plot, param_hint="--plot")
         cpu = where.type == "cpu"
         cases = kernel_cases(
             _primitives(options, timed_primitives()),
@@ -149,14 +151,14 @@ def kernels(
                 seed=seed,
                 progress=advance,
             )
+        times = times_of(report)
         if file is not None:
-            times = times_of(report)
             file.add(times=times)
             output.note(f"{len(times)} times added to {out}")
         if plot is not None:
-            from mla_portable.bench.plot import lines_of_report, plot_lines
+            from mla_portable.bench.plot import picture_of
 
-            plot_lines(lines_of_report(report), plot, title=report.facts.name)
+            plot.write_text(picture_of(times, report.facts.name).svg, encoding="utf-8")
             output.note(f"drawn: {plot}")
         if as_json:
             found = {"run": kernel_run(report), "lines": kernel_lines(report), "refused": _refused(report)}
