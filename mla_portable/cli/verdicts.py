@@ -95,9 +95,8 @@ def route_lines(
     if indexer is not None:
         parts.append(_indexer_row(indexer, state))
     spec = decision.spec
-    asked = (
-        f"{spec.num_heads} heads, {spec.max_num_reqs} decodes at once (--rows), {'lse' if spec.need_lse else 'no lse (--lse)'}"
-    )
+    cache, rows = f"{spec.kv_layout} (--layout)", f"{spec.max_num_reqs} decodes (--rows)"
+    asked = f"{spec.num_heads} heads, {cache}, {rows}, {'lse' if spec.need_lse else 'no lse'}"
     if not every:
         yield columns(["part", "served by", "why"], parts)
         yield Text(f"{asked}; --all shows more", "dim")
@@ -132,8 +131,9 @@ def _indexer_row(decision: Decision, state: State | None) -> list[str]:
 
     if decision.chosen is None:
         return ["indexer", "NOTHING", decision.failure_text().partition("\n")[0]]
-    by_default = "if the engine's DeepGEMM is not used" if deep_gemm_serves(decision.request.device) else ""
-    return ["indexer", decision.chosen, by_default or _why(decision, state)]
+    if deep_gemm_serves(decision.request.device):
+        return ["indexer", "the engine's own", f"DeepGEMM; on request {decision.chosen}"]
+    return ["indexer", decision.chosen, _why(decision, state)]
 
 
 def _why(decision: Decision, state: State | None) -> str:
