@@ -367,7 +367,7 @@ class LLM:
         if os.environ["MLA_PORTABLE_VLLM"] != "off":
             here = find_spec("vllm.third_party.deep_gemm") is not None
             print("mla_portable serves 2 layers on x by route fused: sparse_decode triton.portable; cache")
-            print(f"the DSA indexer is mla_portable's, fused, because DeepGEMM is {here}", flush=True)
+            print(f"the DSA indexer is mla_portable's (fused): DeepGEMM is {here}", flush=True)
         drawn = torch.Generator().manual_seed(1)
         codes = torch.randn((64, 128), generator=drawn).to(torch.float8_e4m3fn).view(torch.uint8).flatten()
         pages = torch.cat([codes, torch.ones(64).view(torch.uint8)]).view(1, 64, 132)

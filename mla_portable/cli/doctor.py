@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def doctor(
     device: DeviceOption = None,
-    every: Annotated[bool, typer.Option("--all", help="List every implementation, with its probe.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every implementation and the result of its probe.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the tracebacks of plugins that did not load.")] = False,
     engine: Annotated[
         str | None,
@@ -38,8 +38,8 @@ def doctor(
 ) -> None:
     """Examine devices, plugins and policy, probe every implementation, and say how to fix each problem.
 
-    Exit code 1 when a selected backend is broken: the policy names one that did not load or fails its probe, or
-    nothing can serve some primitive. With --engine, when the plugin does not serve there or that cannot be seen.
+    Exit code 1 when something that was selected is broken: the policy names a backend that did not load or fails its probe, or
+    nothing can serve some primitive. With --engine: exit code 0 only when the plugin is seen to serve.
     """
     if engine is not None:
         for option, given in (("--device", device), ("--all", every), ("--verbose", verbose)):

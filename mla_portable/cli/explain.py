@@ -64,14 +64,16 @@ def _option(words: str, text: str, *, of: Any = int, metavar: str | None = None)
 
 
 _CALL = {
-    "num_heads": _option("--heads", "Query heads of a rank. Default: 16, of the indexer 64."),
-    "tp": _option("--tp", "Ranks that share DeepSeek-V3.2's 128 query heads; instead of --heads. Default: 8."),
+    "num_heads": _option("--heads", "Query heads per GPU. Default: 16; for the indexer 64."),
+    "tp": _option("--tp", "GPUs that share DeepSeek-V3.2's 128 query heads, instead of --heads. Default: 8."),
     "topk": _option("--topk", "Indices per token. Default: 2048."),
-    "kv_layout": _option("--layout", "fp8_ds_mla (default) or bf16, of the cache or workspace.", of=str, metavar="LAYOUT"),
+    "kv_layout": _option(
+        "--layout", "Layout of the cache or the workspace: fp8_ds_mla (default), bf16, ...", of=str, metavar="LAYOUT"
+    ),
     "block_size": _option("--block-size", "Tokens per block. Default: 64."),
     "scale_format": _option(
         "--scale-format",
-        "pow2 (default), amax, or unknown, which is read as amax.",
+        "Kind of FP8 scales: pow2 (default), amax, or unknown, which is read as amax.",
         of=Literal["pow2", "amax", "unknown"],
         metavar="FORMAT",
     ),
@@ -79,18 +81,20 @@ _CALL = {
     "qk_head_dim": _option("--qk-head-dim", "Width of a head's queries and keys. Default: 192."),
     "v_head_dim": _option("--v-head-dim", "Width of a head's values. Default: 128."),
     "rows": _option(
-        "--rows", "Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256."
+        "--rows", "Query rows of the call, where costs depend on them; for a route, requests that decode at once (default 256)."
     ),
-    "lse": _option("--lse/--no-lse", "Request the lse. Default: yes; for a route no.", of=bool),
-    "attn_sink": _option("--sink", "Use an attention sink.", of=bool),
-    "lengths": _option("--lengths", "Row lengths are given.", of=bool),
-    "compact": _option("--compact", "Indices are compacted.", of=bool),
-    "prefill_workspace": _option("--prefill-workspace", "Some indices go to a workspace.", of=bool),
-    "selection": _option("--selection/--no-selection", "Some keys are not selected. Default: yes.", of=bool),
-    "finite_values": _option("--finite-values", "Keys and values are promised to hold no NaN and no infinity.", of=bool),
+    "lse": _option("--lse/--no-lse", "The call returns the log-sum-exp. Default: yes; for a route no.", of=bool),
+    "attn_sink": _option("--sink", "There is an attention sink for each head.", of=bool),
+    "lengths": _option("--lengths", "`lengths` says how many indices of each row count.", of=bool),
+    "compact": _option("--compact", "convert_indices moves the valid indices of a row to its front.", of=bool),
+    "prefill_workspace": _option("--prefill-workspace", "convert_indices maps the rows of prefills to a workspace.", of=bool),
+    "selection": _option(
+        "--selection/--no-selection", "masked_prefill has a bit mask of the selected keys. Default: yes.", of=bool
+    ),
+    "finite_values": _option("--finite-values", "The caller promises that no key or value is NaN or infinite.", of=bool),
     "context_parallel": _option("--context-parallel", "The cache holds one rank's share of each sequence.", of=bool),
     "batch_invariant": _option("--batch-invariant", "Results must not depend on the other rows of the batch.", of=bool),
-    "graph": _option("--graph", "The call must be capturable in a graph.", of=bool),
+    "graph": _option("--graph", "The call is captured in a CUDA graph.", of=bool),
 }
 """By the names of Request's fields."""
 
@@ -100,8 +104,8 @@ def explain(
     primitive: Annotated[
         str,
         typer.Argument(
-            help="A primitive, such as sparse_decode (`mla-portable doctor` lists all); or 'route' for how a layer would "
-            "compose them."
+            help="A primitive, such as sparse_decode (`mla-portable doctor --all` lists all), or 'route': what a whole "
+            "layer would use."
         ),
     ],
     device: Annotated[
@@ -116,17 +120,22 @@ def explain(
     backend: BackendOption = None,
     records: Annotated[
         Path | None,
-        typer.Option("--records", metavar="DIR", help="Profiles and evidence in DIR, for a device that is not here."),
+        typer.Option(
+            "--records",
+            metavar="DIR",
+            help="Device profiles in DIR/profiles and runs in DIR/<release>, for a device that is not here.",
+        ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Of a route: every candidate for each of its parts.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="With route: every candidate for each of its parts.")] = False,
     as_json: JsonOption = False,
     *,
     options: dict[str, Any],
 ) -> None:
     """Show which implementation would serve a call, and every reason against each of the others.
 
-    Candidates are probed as they would be before the first real call; for a device that is not here nothing is.
-    Exit code 1 when nothing, or not the forced backend, can serve.
+    Candidates are probed, as before a first call. For a device that is not here nothing is probed.
+
+    Exit code 1 when nothing can serve the call, or the forced backend cannot.
     """
     with command(as_json=as_json) as output:
         _share_heads(primitive, options)

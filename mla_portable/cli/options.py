@@ -34,16 +34,16 @@ DeviceOption = Annotated[
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="FILE", help="Add the results to the file of a run, .json.gz (docs/dev/evidence.md).", dir_okay=False
+        "--out", metavar="FILE", help="Add the results to the file of a run, a .json.gz (docs/dev/evidence.md).", dir_okay=False
     ),
 ]
 WhoOption = Annotated[
     str | None,
-    typer.Option("--who", metavar="NAME", help="Who runs this, in the file. Default: git's user.name, or the login."),
+    typer.Option("--who", metavar="NAME", help="Name for the file: who runs this. Default: git's user.name, or the login."),
 ]
 CommitOption = Annotated[
     str | None,
-    typer.Option("--commit", metavar="COMMIT", help="Of the code that runs, 40 digits, where git is not there to say it."),
+    typer.Option("--commit", metavar="COMMIT", help="Commit of the code that runs, 40 digits. Default: git's."),
 ]
 BackendOption = Annotated[
     str | None,
@@ -73,6 +73,11 @@ def resolve_device(text: str | None) -> torch.device:
         raise typer.BadParameter(f"must be cpu, the one CPU device (got {text!r})", param_hint="--device")
     where.make_current()
     return where.device
+
+
+def help_of(function: Callable[..., object]) -> str:
+    """A command's docstring as its help: a line for each paragraph, which the terminal wraps."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (function.__doc__ or "").split("\n\n"))
 
 
 def in_help(examples: Iterable[str]) -> str:
