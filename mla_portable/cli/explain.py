@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -149,7 +149,7 @@ def explain(
         elsewhere = None if device is None else find_profile(device, records)
         where = device if elsewhere is None else elsewhere.profile.device_facts()
         decision = ask(primitive, where, backend, options)
-        indexer = _ask_for_indexer(decision, backend)
+        beside = _ask_for_the_rest(decision, backend)
         served = decision.chosen is not None
         if as_json:
 
@@ -164,16 +164,16 @@ def explain(
                     "arguments": _arguments(decision),
                     "tuned": _tuned(decision),
                     **answered(decision),
-                    **({} if indexer is None else {"indexer": answered(indexer)}),
+                    **{name: answered(each) for name, each in beside.items()},
                 }
             )
         else:
-            output.show(*_for_a_person(decision, indexer, elsewhere, every=every))
+            output.show(*_for_a_person(decision, beside, elsewhere, every=every))
         raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
 
 
 def _for_a_person(
-    decision: Decision | RouteDecision, indexer: Decision | None, elsewhere: Elsewhere | None, *, every: bool
+    decision: Decision | RouteDecision, beside: Mapping[str, Decision], elsewhere: Elsewhere | None, *, every: bool
 ) -> Iterator[RenderableType]:
     from mla_portable.contracts import Decision
     from mla_portable.registry.tuned import table_path
@@ -188,7 +188,7 @@ def _for_a_person(
             yield hanging("tuned", f"{' '.join(f'{name}={value}' for name, value in tuned.items())} ({table_path()})")
         yield from cost_lines([decision])
     else:
-        yield from route_lines(decision, indexer, state, every=every)
+        yield from route_lines(decision, beside, state, every=every)
         if every or decision.chosen is None:
             yield from cost_lines(part.decision for each in decision.verdicts for part in each.parts)
 
@@ -239,18 +239,29 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     return choose_route(spec, device, demand)
 
 
-def _ask_for_indexer(decision: Decision | RouteDecision, backend: str | None) -> Decision | None:
-    """What would select the keys of the layer's tokens, where the engine's own indexer does not; None but for a route."""
+def _ask_for_the_rest(decision: Decision | RouteDecision, backend: str | None) -> dict[str, Decision]:
+    """What a layer in an engine asks for beside a route; empty but for a route.
+
+    prompts: attention of prompts over keys of each head; absent where an engine's plugin does not take that way, or nothing
+    serves it. indexer: the selection of keys, where the engine's own indexer does not make it.
+    """
     from mla_portable.contracts import Decision
 
     if isinstance(decision, Decision):
-        return None
+        return {}
     from mla_portable.attention.layer_registry import LayerRegistry
+    from mla_portable.attention.prompts import HeadDims, prompt_requests
     from mla_portable.dispatch import current_registry
     from mla_portable.engine.deepseek import indexer_requests
+    from mla_portable.engine.prompts import refusals
 
-    select, _ = indexer_requests(decision.device, decision.spec.topk)
-    return LayerRegistry(current_registry(), backend).decide(select)
+    spec, facts, head_dims = decision.spec, decision.device, HeadDims()
+    ask = LayerRegistry(current_registry(), backend).decide
+    found: dict[str, Decision] = {}
+    if not refusals(spec, head_dims, facts):
+        prompts = ask(prompt_requests(spec, head_dims, facts)["masked"])
+        found = {"prompts": prompts} if prompts.chosen else {}
+    return {**found, "indexer": ask(indexer_requests(facts, spec.topk)[0])}
 
 
 def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
