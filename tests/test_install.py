@@ -98,6 +98,11 @@ def test_every_page_gives_the_same_command() -> None:
     assert all(command in line for line in other), other
 
 
+def test_a_container_starts_as_the_engine_s_own_image_does() -> None:
+    words = [line.split()[0] for line in (ROOT / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    assert words == ["ARG", "FROM", "ARG", "ARG", "COPY", "RUN"], "ENTRYPOINT, CMD, WORKDIR, USER and ENV stay the image's"
+
+
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-vllm.txt", "requirements-sglang.txt"])
 def test_no_other_list_repeats_the_dependencies(name: str) -> None:
     own = {distribution(each) for each in requirements(NO_TORCH)}
