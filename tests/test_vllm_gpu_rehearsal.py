@@ -413,7 +413,7 @@ def test_a_whole_run_is_judged(kit: Any, tmp_path: Path, monkeypatch: pytest.Mon
         "3 selections, 3 of more keys than top-k, off by 0.0e+00 of a logit; against stock's 0 of 12 positions of 3 differ"
         in text
     )
-    assert "indexer mla_portable's, fused, because DeepGEMM is False" in text
+    assert "indexer mla_portable's (fused): DeepGEMM is False" in text
     status, text = report("alone", "bare-fp8-h16-eager")
     assert status == 0 and "without stock; 3 selections" in text, text
     monkeypatch.setenv("WORST", "1")

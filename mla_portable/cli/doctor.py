@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
@@ -204,7 +205,7 @@ def _engine(name: str, status: EngineStatus | None) -> Iterator[RenderableType]:
         yield f"{name}: not examined, because the policy cannot be followed"
         return
     if status.version is None:
-        yield f"{name}: not installed"
+        yield f"{name}: not installed in {sys.prefix}"
         return
     yield f"{name} {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
     alike = {(route, served) for _, _, route, served in status.choices}
