@@ -66,6 +66,8 @@ def scorer(facts: DeviceFacts, *, ours: str, theirs: str, asked: str) -> str:
         ours, theirs: how an engine's plugin calls this project's functions, and the engine's own with DeepGEMM. asked: the
             setting that asks for ours on every device, "" where DeepGEMM comes first.
     """
+    if facts.device_type == "cpu":
+        return "not known on a CPU; ask on the device that serves"
     if asked:
         return f"{ours}: {asked}"
     if deep_gemm_serves(facts):
