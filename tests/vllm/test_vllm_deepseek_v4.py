@@ -16,12 +16,15 @@ import pytest
 import torch
 import v4_layer
 from deepseek_v4 import Sizes, stock_class
+from prometheus_client import REGISTRY, generate_latest
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_engine import CPU, make_config
 
 from mla_portable import use
 from mla_portable.contracts import InvalidArgument
+from mla_portable.engine.routing import attention_serving
+from mla_portable.engine.serving import in_log, in_metrics
 from mla_portable.vllm import indexer_choice, plugin, settings
 from mla_portable.vllm.v4 import choice, kinds, layer
 
@@ -115,6 +118,33 @@ def test_layers_of_a_kind_share_what_serves_them():
         each.run(each.step([1], [9], 1))
     kind = [next(iter(each.layer._kinds.values())) for each in cases]
     assert kind[0] is kind[1] and kind[0] is not kind[2]
+
+
+@pytest.mark.parametrize("kind", ["window", "selected"])
+def test_layers_say_what_serves_them_in_the_metric_and_in_the_log(kind: str, monkeypatch: pytest.MonkeyPatch):
+    published: list[tuple[str, Any]] = []
+    logged: list[str] = []
+    kinds._shared.clear()  # layers that other tests hold
+    monkeypatch.setattr(kinds, "publish", lambda device, served, _: published.append((device, served)))
+    monkeypatch.setattr(settings.logger, "info", lambda text, *given: logged.append(text % given))
+    for case in (Case(kind), Case(kind)):
+        case.run(case.step([1], [130], 1))
+    (bound,) = case.layer._kinds.values()
+    ((device, served),) = published  # once for layers that share it
+    wanted = {"sparse_decode", "sparse_prefill"} | ({"convert_indices"} if kind == "selected" else set())
+    assert {primitive for primitive, _ in served} == wanted and device == bound.attention.facts.name
+    assert set(served) >= set(attention_serving(bound.attention.route_decision))
+    assert {(each.primitive, each.implementation, each.device) for each in in_log("\n".join(logged))} == {
+        (*pair, device) for pair in served
+    }
+
+
+def test_the_metric_of_layers_reaches_prometheus():
+    kinds._shared.clear()
+    case = Case("all")
+    case.run(case.step([1], [300], 1))
+    found = {(each.primitive, each.implementation) for each in in_metrics(generate_latest(REGISTRY).decode())}
+    assert found >= {("sparse_decode", "reference.torch"), ("convert_indices", "reference.torch")}
 
 
 @pytest.mark.parametrize("route, in_place", [("auto", True), ("direct", True), ("split", False)])
