@@ -16,6 +16,7 @@ import pytest
 import torch
 import v4_layer
 from deepseek_v4 import Sizes, stock_class
+from machines import MACHINES
 from prometheus_client import REGISTRY, generate_latest
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -25,7 +26,9 @@ from mla_portable import use
 from mla_portable.contracts import InvalidArgument
 from mla_portable.engine.routing import attention_serving
 from mla_portable.engine.serving import in_log, in_metrics
+from mla_portable.registry import Registry
 from mla_portable.vllm import indexer_choice, plugin, settings
+from mla_portable.vllm.status import vllm_status
 from mla_portable.vllm.v4 import choice, kinds, layer
 
 SIZES = Sizes(topk=24, chosen=21, max_tokens=160, max_len=1024, blocks=40, device=CPU)
@@ -217,6 +220,17 @@ def test_below_compute_capability_9_the_words_name_what_else_is_missing(select: 
         with pytest.raises(InvalidArgument, match=part):
             function(asking("CUSTOM"))
     assert function(asking()) is stock  # a fork's other classes are its own affair
+
+
+def test_doctor_has_the_words_of_the_refusal(select: Any, monkeypatch: pytest.MonkeyPatch):
+    function, _ = select
+    monkeypatch.setattr(indexer_choice, "capability", lambda: (8, 0))
+    with pytest.raises(InvalidArgument) as refused:
+        function(asking("CUSTOM"))
+    registry = Registry(facts={"cuda": MACHINES["A100"]}, environ={}, probe=False)
+    ((_, words),) = vllm_status(registry, torch.device("cuda"), environ={}).models
+    for each in (choice.BELOW_SM90, choice.FORK):
+        assert each in str(refused.value) and each in words
 
 
 @pytest.mark.parametrize(
