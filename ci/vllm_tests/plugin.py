@@ -111,7 +111,7 @@ class Plugin:
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Keep what is of the suite, and of it a sample."""
         chosen = [item for item in items if self._suite.chooses(item.name)]
-        left_out = {item.name: self._suite.against(item.name) for item in chosen}
+        left_out = {item.name: self._suite.against(item.name, on_cpu=self._on_cpu) for item in chosen}
         kept = [item for item in chosen if not left_out[item.name]]
         drawn = kept
         if self._sample is not None and self._sample < len(kept):
