@@ -6,8 +6,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import types
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_engine import CPU, make_config
 
 from mla_portable import use
+from mla_portable.attention import SlotAttention
 from mla_portable.contracts import InvalidArgument
 from mla_portable.engine.routing import attention_serving
 from mla_portable.engine.serving import in_log, in_metrics
@@ -262,3 +265,50 @@ def test_the_program_that_compares_layers_on_a_gpu_finds_ours_right(
     monkeypatch.setenv(settings.ENV_ROUTE, "direct")
     assert v4_layer.main(["--cpu", "--heads", "8"]) == 0
     assert "6 rows, 0 wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["a key less", "NaN"])
+def test_the_program_calls_a_wrong_layer_wrong(
+    fault: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv(settings.ENV_ROUTE, "direct")
+    forward = SlotAttention.forward
+
+    def spoiled(self: SlotAttention, q: torch.Tensor, *args: Any, out: torch.Tensor, **named: Any) -> Any:
+        if fault == "a key less":
+            named["lengths"] = (named["lengths"] - 1).clamp(min=0)
+        found = forward(self, q, *args, out=out, **named)
+        if fault == "NaN":
+            out[0, 0, 0] = torch.nan
+        return found
+
+    monkeypatch.setattr(SlotAttention, "forward", spoiled)
+    file = tmp_path / "rows.json"
+    assert v4_layer.main(["--cpu", "--heads", "8", "--kinds", "window", "--seed", "7", "--json", str(file)]) == 1
+    assert "2 rows, 2 wrong" in capsys.readouterr().out
+    rows = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert [(row["kind"], row["heads"], row["right"], row["stock_us"]) for row in rows] == [("window", 8, False, None)] * 2
+
+
+def test_the_seed_of_the_program_decides_about_all_that_is_drawn():
+    rows = [
+        v4_layer.compare(
+            deepseek_v4.make_caches("selected", SIZES, seed=s), 8, v4_layer.SMALL[0], config(), stock=False, seed=s
+        )
+        for s in (3, 3, 4)
+    ]
+    assert rows[0].ours_error == rows[1].ours_error != rows[2].ours_error
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--kinds", "window,some"], "--kinds some: expected some of window, selected, all"),
+        (["--heads", "8,x,256"], "--heads x,256: expected numbers from 1 to 128"),
+        ([], "needs a GPU; --cpu"),
+    ],
+)
+def test_the_program_refuses_wrong_arguments_in_words(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        v4_layer.main(words)
+    assert ended.value.code == 2 and expected in capsys.readouterr().err
