@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("a_bare_machine")
 WORDS_OF_V4 = {
     "sm80": ("as far as it can", "mhc_pre_broadcast_tilelang", "o_proj", "compressor", "mla_portable.flash_mla"),
     "sm89": ("as far as it can", "mhc_pre_broadcast_tilelang", "o_proj", "compressor", "mla_portable.flash_mla"),
-    "sm90": ("--attention-backend CUSTOM", "8 heads per GPU: sparse_decode nvidia.native_v4", "64 heads"),
+    "sm90": ("--attention-backend CUSTOM", "8 heads per GPU: sparse_decode nvidia.native", "64 heads"),
     "sm100": ("--attention-backend CUSTOM", "8 heads per GPU: sparse_decode "),
     "sm120": ("FlashInfer", choice.STOCK),
 }

@@ -8,6 +8,8 @@ primitive: they are called with vLLM's arguments and conventions, so that its te
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -29,6 +31,7 @@ def flash_mla() -> None:
     for name in FLASH_MLA:
         setattr(module, name, getattr(ours, name))
     module.is_flashmla_sparse_supported = lambda: (True, None)
+    _write_where_vllm_cannot()
 
 
 def deep_gemm() -> None:
@@ -71,7 +74,7 @@ def backend() -> None:
             model = vllm_config.model_config
             self.head_size = model.get_head_size()
             self.num_heads = model.get_num_attention_heads(vllm_config.parallel_config)
-            self.scale = self.head_size**-0.5
+            self.scale = 1 / math.sqrt(self.head_size)
             self.kv_cache_dtype = vllm_config.cache_config.cache_dtype
 
         def attach(self, *_: Any) -> None:
@@ -94,8 +97,7 @@ def backend() -> None:
 
     module: Any = import_module(_SPARSE)
     module.FlashMLASparseBackend = Backend
-    if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla"):  # vLLM's own writes the cache where it is compiled
-        cache_writers()
+    _write_where_vllm_cannot()
     import_module("vllm.v1.attention.ops.flashmla").is_flashmla_sparse_supported = lambda: (True, None)
 
 
@@ -113,8 +115,12 @@ def converter() -> None:
         prefill_workspace_request_ids: Tensor | None = None,
         prefill_workspace_starts: Tensor | None = None,
         return_valid_counts: bool = False,
+        out: Tensor | None = None,
+        valid_counts_out: Tensor | None = None,
     ) -> Any:
         assert token_indices.shape[1] == NUM_TOPK_TOKENS
+        if out is not None and valid_counts_out is None:
+            valid_counts_out = out.new_empty(len(out))
         workspace = (prefill_workspace_request_ids, prefill_workspace_starts) if HAS_PREFILL_WORKSPACE else (None, None)
         indices, counts = mla_portable.convert_indices(
             token_indices,
@@ -123,6 +129,7 @@ def converter() -> None:
             block_size=BLOCK_SIZE,
             prefill_request_ids=workspace[0],
             prefill_workspace_starts=workspace[1],
+            out=None if out is None or valid_counts_out is None else (out, valid_counts_out),
         )
         return (indices, counts) if return_valid_counts else indices
 
@@ -170,10 +177,17 @@ def gather_v4() -> None:
 def cache_writers() -> None:
     """`cache_write` and `indexer_cache_write` as vLLM's operators of those caches."""
     import mla_portable
+    from mla_portable.layouts import LAYOUTS
+
+    rope_width = LAYOUTS["fp8_ds_mla"].rope_width
+    version = tuple(map(int, re.findall(r"\d+", import_module("vllm").__version__)[:2]))
+    scales_of_rows = "pow2" if version >= (0, 33) else "amax"  # as vLLM's operator of 0.33, and of 0.30
 
     def write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor) -> None:
         assert kv_cache_dtype in ("auto", "fp8_ds_mla")
-        mla_portable.cache_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format="amax")
+        if kv_cache_dtype == "fp8_ds_mla" and k_pe.shape[1] == 0:  # a model without rope, whose rows have zeros there
+            k_pe = k_pe.new_zeros((len(k_pe), rope_width))
+        mla_portable.cache_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format=scales_of_rows)
 
     def write_keys(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, quant_block_size: int, scale_format: str) -> None:
         assert quant_block_size == k.shape[1]
@@ -182,6 +196,12 @@ def cache_writers() -> None:
 
     operators: Any = import_module("vllm._custom_ops")
     operators.concat_and_cache_mla, operators.indexer_k_quant_and_cache = write, write_keys
+
+
+def _write_where_vllm_cannot() -> None:
+    """vLLM's own operator writes the cache where it is compiled."""
+    if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla"):
+        cache_writers()
 
 
 def topk() -> None:
