@@ -68,6 +68,7 @@ def sources(tmp_path: Path) -> Path:
         (tmp_path / module).mkdir(parents=True)
         (tmp_path / module / "__init__.py").write_text("")
     (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.99"\n')
+    (tmp_path / "vllm" / "_custom_ops.py").write_text("")
     (tmp_path / "vllm" / "v1" / "attention" / "ops" / "flashmla.py").write_text("flash_mla_sparse_fwd = None\n")
     (tmp_path / "checkout" / "vllm" / "__init__.py").write_text("raise ImportError('the checkout has no libraries')\n")
     write(tmp_path / "checkout", TESTS)
