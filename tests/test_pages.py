@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 NOT_RUN = {
     r"\bpip (install|uninstall|wheel)\b|python3 -m venv": "installs or removes packages: ci/install and .ci/run do it",
     r"\bcurl\b|serve\.log|^ray start": "needs a server, or several nodes",
-    r"\bvllm serve\b|\bsglang\.launch_server\b|ci/gpu_vllm": "needs an engine and a GPU",
+    r"\bvllm serve\b|\bsglang\.launch_server\b|ci/gpu_vllm|ci/vllm_own": "needs an engine and a GPU",
     r"^ci/(gpu|contribute)|--device cuda|--graph|conform nvidia": "needs a GPU",
     r"^mla-portable bench |\bmla-portable tune": "minutes on a CPU: tests/test_bench_command.py, tests/test_tune.py",
     r"^mla-portable conform triton|_triton\.compile_all": "minutes on a CPU: ci/conformance, ci/compile",

@@ -220,3 +220,5 @@ def _engine(name: str, status: EngineStatus | None) -> Iterator[RenderableType]:
         yield columns(["cache", "heads per GPU", "route", "served by"], rows)
     if status.indexer:
         yield f"DSA indexer in {name}: {status.indexer}"
+    for model, words in status.models:
+        yield f"{model}'s attention in {name}: {words}"
