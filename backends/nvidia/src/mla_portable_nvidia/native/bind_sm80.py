@@ -21,7 +21,7 @@ from mla_portable.contracts import (
     split_kv,
     split_kv_kind,
 )
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.native.bound import BoundAttention, lists_of, rows_of_request
 from mla_portable_nvidia.native.build import load
@@ -105,7 +105,7 @@ def sm80_implementations() -> Iterator[Implementation]:
     """sparse_decode and sparse_prefill: of every layout where no other kernel of ours runs, of `fp8_v4` on SM90."""
     older = tuple(arch for arch in Sm80Build.archs if arch != "sm90")
     for name, archs, layouts in (
-        (_NAME, older, (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_V4.name)),
+        (_NAME, older, (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_NOPE.name, FP8_V4.name)),
         (_NAME_V4, ("sm90",), (FP8_V4.name,)),
     ):
         for primitive, function in _BIND.items():
