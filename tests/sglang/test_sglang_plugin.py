@@ -20,6 +20,7 @@ from mla_portable.sglang import hooks, model, places, plugin, serving, settings,
 from mla_portable.sglang.status import changes
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
+POOLS = places.POOLS if SELECTORS else ()
 APPLIED = places.PLACES if SELECTORS else (*places.ATTENTION, *places.PROMPTS)
 
 
@@ -74,7 +75,7 @@ def test_registration_names_the_hooks(registered: list[str], log: pytest.LogCapt
 def test_modes_of_registration(registered: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
     plugin.register()
-    assert registered == [place.target for place in (*places.ATTENTION, *places.PROMPTS)]
+    assert registered == [place.target for place in (*places.ATTENTION, *POOLS, *places.PROMPTS)]
     registered.clear()
     monkeypatch.setenv(settings.ENV_MODE, "off")
     plugin.register()
@@ -150,12 +151,11 @@ def test_what_stock_serves(method: str, facts: DeviceFacts, heads: int, librarie
 PAGE_SIZE = "physical_page_size" if SELECTORS else "real_page_size"
 REFUSALS = {
     "enable_pdmux": (True, "prefills and decodes on two streams"),
-    "dsa_index_kpool": (4, "an indexer that scores pools of keys"),
     "dcp_size": (2, "decode context parallelism"),
     "hisparse_coordinator": (object(), "HiSparse"),
     "_kv_shard_pool": (object(), "a cache sharded over ranks"),
     "page_size": (32, "pages of 32 tokens (supports 64)"),
-    "qk_rope_head_dim": (0, "a latent of 512 and 0 of rope (supports 512 and 64)"),
+    "qk_rope_head_dim": (32, "a latent of 512 and 32 of rope (supports 512, and 64 or 0)"),
 }
 
 
