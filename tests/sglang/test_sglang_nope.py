@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models without a rotary part (GLM-5.3-Flash, SGLang 0.5.23): pools of 528-byte and of BF16 rows; an indexer of pools of keys."""
+"""Models without a rotary part (GLM-5.3-Flash): rows of 528 bytes and of BF16; an indexer that scores pools of keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partialmethod
+from typing import Any
 
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_kit import CASE, cases, compare, fixture, judging, run, server_of, small, without_rope
+from sglang_kit import cases, compare, fixture, judging, kit, run, server_of, small, without_rope
 
 from mla_portable.engine.routing import attention_served_by
 from mla_portable.registry import Registry
@@ -81,3 +83,42 @@ def test_triton_s_kernels_serve(monkeypatch: pytest.MonkeyPatch):
         with judging() as judged:
             compare(built)
         assert judged.kinds == [f"{kind} fp8_nope"]
+
+
+def test_prompts_take_the_sparse_route():
+    assert server_of(fixture(EXTEND, fp8_kv_cache=True, index_topk=TOPK).backend).prompts is None
+
+
+POOL = 4
+"""Keys of which the indexer scores one mean."""
+
+
+@pytest.fixture
+def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's indexer scores pools of keys: lists have the keys behind the last whole pool beside the top-k."""
+    config, rows = kit.TinyDSAModelConfig.__init__, kit._make_dsa_sparse_topk_rows
+
+    def with_pools(self: Any, **named: Any) -> None:
+        config(self, **named)
+        self.hf_config.index_kpool = POOL
+
+    monkeypatch.setattr(kit.TinyDSAModelConfig, "__init__", with_pools)
+    monkeypatch.setattr(
+        kit, "_make_dsa_sparse_topk_rows", lambda case, index_topk, pattern: rows(case, index_topk=index_topk + POOL - 1)
+    )
+    tensor = torch.tensor  # of plans, pinned, for which a CPU alone has no allocator
+    monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **named: tensor(*given, **named))
+    monkeypatch.setattr(kit.DSATokenToKVPool, "__init__", partialmethod(kit.DSATokenToKVPool.__init__, index_kpool=POOL))
+
+
+@pytest.mark.parametrize("case", [DECODE, EXTEND], ids=["decode", "extend"])
+def test_lists_of_pools_of_keys(pooled: None, case: Any):
+    """SGLang refuses flashmla_kv here; the lists are 3 slots wider than the top-k, and so are the schedules."""
+    built = fixture(replace(case, page_size=64 * POOL), fp8_kv_cache=True, index_topk=TOPK)
+    with judging() as judged:
+        compare(built)
+    kind = "prefill" if case is EXTEND else "decode"
+    assert judged.kinds == [f"{kind} fp8_nope"] and judged.calls[0][1]["slots"].shape[1] == TOPK + POOL - 1
+    setattr(built.backend, serving.SERVER, None)
+    with pytest.raises(NotImplementedError, match="index_kpool > 1 appends tail tokens"):
+        built.backend._check_kpool_tail_backend(built.topk_indices, "flashmla_kv", "decode")
