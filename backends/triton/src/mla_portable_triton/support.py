@@ -132,7 +132,8 @@ def check(device: DeviceFacts, least: tuple[int, int] = _LEAST_TRITON) -> Iterat
             yield Reason("triton's interpreter", version, limit, "unset TRITON_INTERPRET on a GPU; elsewhere upgrade triton")
     elif device.device_type == "cpu":
         limit = "triton runs on a CPU only in its interpreter"
-        yield Reason("device type", "cpu", limit, "set TRITON_INTERPRET=1 before Python starts")
+        remedy = "to try its kernels without a GPU, slowly, set TRITON_INTERPRET=1 before Python starts"
+        yield Reason("device type", "cpu", limit, remedy)
 
 
 def check_triton_3(device: DeviceFacts) -> Iterator[Reason]:
