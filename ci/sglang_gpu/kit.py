@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_gpu"))
+
+from run_logged import run_logged
 
 HERE = Path(__file__).parent
 
@@ -74,18 +77,10 @@ def run(job: Job, out: Path, end: float) -> str:
         mine["SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"] = "0"
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     begin = time.monotonic()
-    with (out / f"{job.name}.log").open("w") as log:
-        first = [] if job in ENGINES else [str(HERE / "process.py")]
-        command = [sys.executable, *first, str(HERE / job.program), *job.arguments]
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **caches, **told, **mine, "PYTHONPATH": path}
-        )
-        try:
-            status = f"exit {process.wait(seconds)}"
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            status = "ran out of time"
+    first = [] if job in ENGINES else [str(HERE / "process.py")]
+    command = [sys.executable, *first, str(HERE / job.program), *job.arguments]
+    environ = {**os.environ, **caches, **told, **mine, "PYTHONPATH": path}
+    status = run_logged(command, out / f"{job.name}.log", environ, seconds)
     print(f"{job.name:32} {time.monotonic() - begin:5.0f} s  {status}", flush=True)
     return status
 

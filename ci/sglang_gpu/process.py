@@ -67,7 +67,6 @@ def _rehearse(arch: str) -> None:
     from sglang.kernels.jit.utils import arch as jit
 
     jit.get_jit_cuda_arch()
-    import older_ptx
     import rehearse
 
     loaded = Path(os.environ["MLA_GPU_SGLANG_KERNELS"])
@@ -75,7 +74,6 @@ def _rehearse(arch: str) -> None:
     rehearse.hide(rehearse.PACKAGES["flashmla"] + rehearse.PACKAGES["deep_gemm"])
     rehearse.report_to_torch(gpu)
     rehearse.compile_for(gpu, loaded)
-    older_ptx.load_native_ptx_instead(10 * gpu.capability[0] + gpu.capability[1], loaded)
 
 
 def tell(name: str, **found: Any) -> None:

@@ -34,9 +34,9 @@ from mla_portable.contracts import (
     neutral_defaults,
 )
 from mla_portable.contracts.primitive import F, Primitive
+from mla_portable.contracts.second_cache import second_cache
 from mla_portable.contracts.values import check_type, describe, device_of, refuse
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparsePrefill
-from mla_portable.primitives._second_cache import second_cache
 from mla_portable.primitives.sparse_decode import check as check_decode
 from mla_portable.primitives.sparse_prefill import check as check_prefill
 from mla_portable.registry import Registry, get_registry

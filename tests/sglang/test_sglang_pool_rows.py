@@ -17,7 +17,7 @@ from sglang_version import SELECTORS
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument
-from mla_portable.layouts import FP8_DS_MLA
+from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE
 from mla_portable.registry import Registry
 from mla_portable.sglang import pool_rows, settings, stock
 
@@ -125,6 +125,18 @@ def test_gathered_rows_are_sglang_s(on: Callable[..., None]):
     assert torch.equal(ours.squeeze(1), wanted)
     torch.testing.assert_close(theirs, ours, rtol=2**-7, atol=0)
     assert getattr(DEQUANT, GATHER)(cache, slots[:0]).shape == (0, 1, 576)
+
+
+def test_rows_without_a_rotary_part(on: Callable[..., None], no_e4m3: None):
+    on(A100)
+    k_nope, _ = latents(24)
+    nope, rope = QUANT._quantize_k_cache_fast_separate(k_nope, k_nope[:, :0])
+    assert nope.shape == (24, 1, 528) and rope.shape == (24, 1, 0)
+    rows = FP8_NOPE.pack(k_nope, k_nope[:, :0], "amax")
+    assert torch.equal(nope.squeeze(1), rows)
+    slots = torch.tensor([3, 3, 0, 23], dtype=torch.int32)
+    gathered = getattr(DEQUANT, GATHER)(nope.view(torch.float8_e4m3fn), slots)
+    assert torch.equal(gathered.squeeze(1), FP8_NOPE.unpack(rows[slots]))
 
 
 @pytest.mark.parametrize("impl", ["flashmla_kv", "flashmla_sparse"])
