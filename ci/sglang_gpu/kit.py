@@ -94,7 +94,9 @@ def words(found: dict[str, Any]) -> str:
     """What a line of the report says behind its name."""
     left_out = {"name", "arch", "passed"}
     return "  ".join(
-        f"{key} {value:.2g}" if isinstance(value, float) and key.startswith(("from", "stock_from")) else f"{key} {value}"
+        f"{key} {value:.2g}"
+        if isinstance(value, float) and key.startswith(("from", "stock_from"))
+        else f"{key.replace('not_run', 'not run:')} {value}"
         for key, value in found.items()
         if key not in left_out
     )
@@ -119,7 +121,7 @@ def main() -> int:
     with ThreadPoolExecutor(max(1, len(beside))) as pool:
         ended |= dict(zip((job.name for job in beside), pool.map(lambda job: run(job, out, end), beside), strict=True))
     lines: list[str] = []
-    failed = 0
+    failed = not_run = 0
     for job in jobs:
         found = told(job, out)
         kernels = out / f"{job.name}.kernels"
@@ -131,6 +133,7 @@ def main() -> int:
         for each in found:
             word = {True: "ok  ", False: "FAIL", None: "    "}[each["passed"]]
             failed += each["passed"] is False
+            not_run += "not_run" in each
             lines.append(f"{word} {each['name']:58} {words(each)}")
     if args.engine:
         from tokens import judge_engines
@@ -138,7 +141,7 @@ def main() -> int:
         for passed, line in judge_engines({job.name: told(job, out) for job in jobs}):
             failed += not passed
             lines.append(f"{'ok  ' if passed else 'FAIL'} {line}")
-    lines.append(f"{failed} failed")
+    lines.append(f"{failed} failed, {not_run} not run")
     text = "\n".join(lines)
     (out / "report.txt").write_text(text + "\n")
     print(text)

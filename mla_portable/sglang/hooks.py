@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from mla_portable.sglang import indexer, model, places, prompts, serving
+from mla_portable.sglang import indexer, model, places, pool_rows, prompts, serving
 
 
 def hook_of(place: places.Place) -> Callable[..., Any]:
@@ -132,4 +132,8 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "get_indexer_metadata": _get_indexer_metadata,
     "forward_absorb_prepare": _absorb_prepare,
     "forward_absorb_core": _absorb_core,
+    "_quantize_k_cache_fast": pool_rows.quantise,
+    "_quantize_k_cache_fast_separate": pool_rows.quantise_apart,
+    "dequantize_k_cache_paged_dsa": pool_rows.gather,
+    "dequantize_k_cache_paged": pool_rows.gather,
 }

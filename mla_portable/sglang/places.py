@@ -102,6 +102,25 @@ PROMPTS: Final = (
 )
 """What attends to prompts over keys of each head goes through: the indexer's choice of slots or positions, and the layer."""
 
+_ROWS = ("k_nope", "k_rope", "group_size")
+FP8_ROWS: Final = (
+    *(
+        Place(f"sglang.kernels.ops.{module}.{name}", AROUND, _ROWS, optional=True)
+        for module in ("quantization.dsa_quant_k_cache", "attention.dsa.quant_k_cache")  # from 0.5.23 on; 0.5.16
+        for name in ("_quantize_k_cache_fast", "_quantize_k_cache_fast_separate")
+    ),
+    *(
+        Place(
+            f"sglang.kernels.ops.attention.dsa.dequant_k_cache.{name}",
+            AROUND,
+            ("quant_k_cache", "page_table_1_flattened", "group_size"),
+            optional=True,
+        )
+        for name in ("dequantize_k_cache_paged_dsa", "dequantize_k_cache_paged")
+    ),
+)
+"""Functions that launch the kernels of FP8 rows; whatever writes or gathers them calls one of these."""
+
 INDEXER: Final = tuple(
     Place(f"{SELECTORS}.{name}", AROUND, optional=True)
     for name in (
@@ -116,7 +135,7 @@ INDEXER: Final = tuple(
 POOLED_SCHEDULE: Final = Place("sglang.srt.layers.attention.dsa.kpool_plan._get_deep_gemm", AROUND, optional=True)
 """Where the schedules of that indexer take DeepGEMM's module from."""
 
-PLACES: Final = (*ATTENTION, *POOLS, *PROMPTS, *INDEXER, POOLED_SCHEDULE)
+PLACES: Final = (*ATTENTION, *POOLS, *PROMPTS, *FP8_ROWS, *INDEXER, POOLED_SCHEDULE)
 
 
 def objections(parameters_of: Callable[[str], Collection[str] | None]) -> Iterator[str]:

@@ -23,12 +23,12 @@ from mla_portable.engine.routing import attention_served_by, attention_serving
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import get_registry
-from mla_portable.sglang import model, prompts, settings, stock
+from mla_portable.sglang import model, pool_rows, prompts, settings, stock
 
 SERVER: Final = "_mla_portable"
 """The attribute of SGLang's backend object that holds its Server."""
 
-_shared: WeakValueDictionary[tuple[AttentionSpec, torch.device], SlotAttention] = WeakValueDictionary()
+_shared: WeakValueDictionary[tuple[AttentionSpec, torch.device, bool], SlotAttention] = WeakValueDictionary()
 
 
 class Server:
@@ -46,6 +46,7 @@ class Server:
         self._plain = LAYOUTS[self._pool].workspace.name  # rows that SGLang gathers from an FP8 cache
         self._device = torch.device(model_runner.device)
         self._spec = functools.partial(model.make_spec, backend, model_runner)
+        self._clean = model.keys_of_pool(backend) == 1
         self._attentions: dict[tuple[str, bool], SlotAttention] = {}
         sinks = model.has_sinks(model_runner)
         for method in reasons:
@@ -64,7 +65,7 @@ class Server:
         """For rows of a layout. Bound when the backend is built, unless a layer has a sink that the config does not name."""
         found = self._attentions.get((layout, attn_sink))
         if found is None:
-            found = _attention(self._spec(layout, attn_sink=attn_sink), self._device)
+            found = _attention(self._spec(layout, attn_sink=attn_sink), self._device, clean=self._clean)
             self._attentions[layout, attn_sink] = found
         return found
 
@@ -170,15 +171,18 @@ def _rows(lengths: Tensor | None, num_tokens: int) -> Tensor | None:
     return lengths if lengths.shape[0] == num_tokens else lengths[:num_tokens]
 
 
-def _attention(spec: AttentionSpec, device: torch.device) -> SlotAttention:
-    found = _shared.get((spec, device))
+def _attention(spec: AttentionSpec, device: torch.device, *, clean: bool) -> SlotAttention:
+    """One for all backend objects of a spec. SGLang's lists end with -1 behind a row's clipped length, and its own methods give
+    them to FlashMLA as they are: the slots are clean, but for those of an indexer of pools of keys, which it does not give it.
+    """
+    found = _shared.get((spec, device, clean))
     if found is None:
         try:
-            found = SlotAttention(spec, device=device)
+            found = SlotAttention(spec, device=device, clean_slots=clean)
         except UnsupportedRoute:
-            found = SlotAttention(replace(spec, graph=False), device=device)
+            found = SlotAttention(replace(spec, graph=False), device=device, clean_slots=clean)
             _log_without_graphs(str(found.facts))
-        _shared[spec, device] = found
+        _shared[spec, device, clean] = found
         publish(found.facts.name, attention_serving(found.route_decision), settings.logger)
     return found
 
@@ -205,6 +209,9 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
         if refused:
             got, expected = "; ".join(refused), "what this plugin supports"
             raise InvalidArgument("SGLang", "configuration", got=got, expected=expected)
+        pool = LAYOUTS[model.pool_layout(backend)]
+        if pool.is_quantized:
+            pool_rows.of_device(torch.device(model_runner.device), pool)  # raises now, in place of the first write
         server = Server(backend, model_runner, wanted)
     except (InvalidArgument, UnsupportedRoute) as error:
         needed = [f"{method}: {reason}" for method, reason in against.items() if reason is not None]

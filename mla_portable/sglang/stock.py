@@ -43,6 +43,13 @@ def against_attention(method: str, facts: DeviceFacts, num_heads: int, *, pools:
     return None
 
 
+def against_fp8_rows(facts: DeviceFacts) -> str | None:
+    """Why SGLang's kernels cannot write and gather the rows of an FP8 cache on a device, None where they can."""
+    if facts.vendor == "nvidia" and not facts.has_fp8_conversion:
+        return f"Triton does not convert e4m3 on {facts.arch}"
+    return None
+
+
 def against_deep_gemm(facts: DeviceFacts) -> str | None:
     """Why DeepGEMM cannot score the indexer's keys on a device, None where it can."""
     if not _is(facts, DEEP_GEMM_ARCHS):

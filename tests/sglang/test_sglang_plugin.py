@@ -21,7 +21,11 @@ from mla_portable.sglang.status import changes
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
 POOLS = places.POOLS if SELECTORS else ()
-APPLIED = places.PLACES if SELECTORS else (*places.ATTENTION, *places.PROMPTS)
+QUANTISING = "quantization.dsa_quant_k_cache." if SELECTORS else "attention.dsa.quant_k_cache."
+GATHERING = "dequantize_k_cache_paged_dsa" if SELECTORS else "dequantize_k_cache_paged"
+FP8_ROWS = tuple(place for place in places.FP8_ROWS if QUANTISING in place.target or place.name == GATHERING)
+WITHOUT_INDEXER = (*places.ATTENTION, *POOLS, *places.PROMPTS, *FP8_ROWS)
+APPLIED = (*WITHOUT_INDEXER, *places.INDEXER, places.POOLED_SCHEDULE) if SELECTORS else WITHOUT_INDEXER
 
 
 @pytest.fixture
@@ -75,7 +79,7 @@ def test_registration_names_the_hooks(registered: list[str], log: pytest.LogCapt
 def test_modes_of_registration(registered: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
     plugin.register()
-    assert registered == [place.target for place in (*places.ATTENTION, *POOLS, *places.PROMPTS)]
+    assert registered == [place.target for place in WITHOUT_INDEXER]
     registered.clear()
     monkeypatch.setenv(settings.ENV_MODE, "off")
     plugin.register()
