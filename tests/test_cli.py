@@ -544,7 +544,7 @@ def test_help_and_page_give_the_defaults_that_hold():
 def test_the_page_lists_every_environment_variable():
     sources = [path.read_text() for path in (Path(__file__).parents[1] / "mla_portable").rglob("*.py")]
     used = {name.rstrip("_") for text in sources for name in re.findall(r"MLA_PORTABLE_[A-Z_]+", text)}
-    table = PAGE[PAGE.index("**Environment.**") : PAGE.index("What is stronger")]
+    table = PAGE[PAGE.index("## Environment variables") : PAGE.index("What is stronger")]
     assert used >= {"MLA_PORTABLE_BACKEND", "MLA_PORTABLE_DISABLE", "MLA_PORTABLE_POLICY"}
     listed = {name.rstrip("_") for name in re.findall(r"`(MLA_PORTABLE_[A-Z_]+)", table)}
     assert used - {"MLA_PORTABLE"} <= listed
