@@ -84,7 +84,7 @@ def test_the_decision_names_both():
     _, layer = layer_of()
     parts = {part.label: part for part in layer.route_decision.verdict.parts}
     assert parts["decode"].decision.chosen == "many.kernel" and parts["decode"].most_rows is None
-    small = parts["decode up to 15 rows"]
+    small = parts["decode <= 15 rows"]
     assert (small.decision.chosen, small.decision.request.rows, small.most_rows, small.weight) == ("few.kernel", 15, 15, 0)
     others = (part for verdict in layer.route_decision.verdicts[1:] for part in verdict.parts)
     assert not any(part.most_rows for part in others), "only of the chosen route"
