@@ -92,20 +92,20 @@ def test_explain_route_names_every_part_once_with_its_reason():
     parts = answer["routes"][0]["parts"]
     roles = [part["role"] for part in parts]
     assert {"convert", "decode", "prefill"} < {*roles}
-    assert any(role.startswith("decode up to ") for role in roles), "a small batch has another winner on this device"
+    assert any(role.startswith("decode <= ") for role in roles), "a small batch has another winner on this device"
     lines = invoke(*words.split(), registry=registry).stdout.splitlines()
     table = lines[[line.split()[:1] == ["part"] for line in lines].index(True) + 1 :]
     for part in parts:
         (row,) = [line for line in table if re.split(r" {2,}", line.strip())[:2] == [part["role"], part["chosen"]]]
         assert row.partition(part["chosen"])[2].strip()
-    small = next(line for line in table if line.startswith("  decode up to "))
+    small = next(line for line in table if line.startswith("  decode <= "))
     assert re.search(r"[\d.]+ us \(\d+ rows\); verified in ", small)
     assert not any("sparse_decode:" in line for line in lines) and any("--all shows" in line for line in lines)
     whole = invoke(*words.split(), "--all", registry=registry).stdout
     titles = ["convert (convert_indices): ", "decode (sparse_decode): ", "prefill (sparse_prefill): "]
     for title in (*titles, "prompts (masked_prefill): ", "indexer (indexer_select): "):
         assert whole.count(title) == 1
-    assert re.search(r"decode up to \d+ rows \(sparse_decode\): ", whole) and whole.count("nvidia.flashmla_sm100") >= 3
+    assert re.search(r"decode <= \d+ rows \(sparse_decode\): ", whole) and whole.count("nvidia.flashmla_sm100") >= 3
     for route in ("direct", "split", "fused", "upconvert"):
         assert re.search(rf"^  {route} ", whole, re.MULTILINE)
     assert "cost measured: 10 is the fastest" in whole
