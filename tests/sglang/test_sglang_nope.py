@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from sglang_kit import cases, compare, fixture, judging, kit, run, server_of, sm
 
 from mla_portable.engine.routing import attention_served_by
 from mla_portable.registry import Registry
-from mla_portable.sglang import serving
+from mla_portable.sglang import places, serving
 
 CASES = {name: small(case) for name, case in cases().items()}
 DECODE, EXTEND = CASES["dsa_sparse_decode_ragged_prefix"], CASES["dsa_sparse_prefill_long_extend"]
@@ -122,3 +123,21 @@ def test_lists_of_pools_of_keys(pooled: None, case: Any):
     setattr(built.backend, serving.SERVER, None)
     with pytest.raises(NotImplementedError, match="index_kpool > 1 appends tail tokens"):
         built.backend._check_kpool_tail_backend(built.topk_indices, "flashmla_kv", "decode")
+
+
+def test_methods_that_are_served_take_the_lists_of_an_indexer_of_pools(monkeypatch: pytest.MonkeyPatch):
+    """Others are rerouted or refused by SGLang, as ever."""
+    backend = fixture(DECODE, dsa_prefill_backend="flashmla_kv", dsa_decode_backend="flashmla_kv").backend
+    monkeypatch.setattr(backend, "dsa_index_kpool", 4)
+    monkeypatch.setattr(backend, "device_sm_major", 9)
+    topk = torch.zeros(1, 19, dtype=torch.int32)
+    assert server_of(backend).methods == {places.KV}
+    backend._check_kpool_tail_backend(topk, "flashmla_kv", "decode")
+    assert backend._resolve_kpool_tail_backend(topk, "flashmla_sparse") == "fa3"
+    with pytest.raises(NotImplementedError, match="index_kpool > 1"):
+        backend._check_kpool_tail_backend(topk, "flashmla_sparse", "prefill")
+    monkeypatch.setattr(backend, serving.SERVER, SimpleNamespace(methods=frozenset({places.SPARSE})))
+    assert backend._resolve_kpool_tail_backend(topk, "flashmla_sparse") == "flashmla_sparse"
+    backend._check_kpool_tail_backend(topk, "flashmla_sparse", "prefill")
+    with pytest.raises(NotImplementedError, match="index_kpool > 1"):
+        backend._check_kpool_tail_backend(topk, "flashmla_kv", "prefill")

@@ -170,25 +170,6 @@ def test_what_stock_serves_of_an_indexer_of_pools(
     assert found is None if words is None else found is not None and found.startswith(words)
 
 
-@pytest.mark.skipif(not SELECTORS, reason="SGLang 0.5.16 has no such indexer")
-def test_methods_that_are_served_take_the_lists_of_an_indexer_of_pools(monkeypatch: pytest.MonkeyPatch):
-    """Others are rerouted or refused by SGLang, as ever."""
-    backend = fixture(CASE, dsa_prefill_backend="flashmla_kv", dsa_decode_backend="flashmla_kv").backend
-    monkeypatch.setattr(backend, "dsa_index_kpool", 4)
-    monkeypatch.setattr(backend, "device_sm_major", 9)
-    topk = torch.zeros(1, 19, dtype=torch.int32)
-    assert server_of(backend).methods == {places.KV}
-    backend._check_kpool_tail_backend(topk, "flashmla_kv", "decode")
-    assert backend._resolve_kpool_tail_backend(topk, "flashmla_sparse") == "fa3"
-    with pytest.raises(NotImplementedError, match="index_kpool > 1"):
-        backend._check_kpool_tail_backend(topk, "flashmla_sparse", "prefill")
-    monkeypatch.setattr(backend, serving.SERVER, SimpleNamespace(methods=frozenset({places.SPARSE})))
-    assert backend._resolve_kpool_tail_backend(topk, "flashmla_sparse") == "flashmla_sparse"
-    backend._check_kpool_tail_backend(topk, "flashmla_sparse", "prefill")
-    with pytest.raises(NotImplementedError, match="index_kpool > 1"):
-        backend._check_kpool_tail_backend(topk, "flashmla_kv", "prefill")
-
-
 PAGE_SIZE = "physical_page_size" if SELECTORS else "real_page_size"
 REFUSALS = {
     "enable_pdmux": (True, "prefills and decodes on two streams"),
