@@ -88,16 +88,15 @@ class FlashMLAPrefill:
         heads, topk = self._heads_for(num_heads), indices.shape[1]
         width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
         masks = (self._sanitises and lengths is not None) or topk != width or not indices.is_contiguous()
-        whole = not masks and heads == num_heads
+        whole, empty = not masks and heads == num_heads, num_tokens == 0 or kv.shape[0] == 0
         if self._finishes:
             out, lse_out = attention_results(q, kv, out, lse_out)
         else:
             lse_out = self._no_lse
-            if out is None and not (whole and num_tokens and kv.shape[0]):
+            if out is None and (empty or not whole):  # else the kernel's own result is returned
                 out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
-        if out is not None and num_tokens == 0:
-            return out, lse_out
-        if out is not None and kv.shape[0] == 0:
+        if empty:
+            assert out is not None
             return out.zero_(), lse_out.fill_(-math.inf)
         kv = kv.unsqueeze(1)
         if lengths is not None and self._clamps and self._kernel.takes_lengths:
