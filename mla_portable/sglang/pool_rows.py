@@ -97,9 +97,14 @@ def _served(tensor: Tensor, layout: CacheLayout | None, group_size: int) -> Pool
     return of_device(tensor.device, layout) if layout is not None and group_size == SCALE_GROUP else None
 
 
+def _writer(k_nope: Tensor, k_rope: Tensor, group_size: int) -> PoolRows | None:
+    """Who quantises these parts, likewise."""
+    return _served(k_nope, _BY_PARTS.get((k_nope.shape[1], k_rope.shape[1])), group_size)
+
+
 def quantise(original: Any, k_nope: Tensor, k_rope: Tensor, group_size: int = SCALE_GROUP) -> Tensor:
     """In place of SGLang's `_quantize_k_cache_fast`: rows [T, 656 or 528] e4m3."""
-    found = _served(k_nope, _BY_PARTS.get((k_nope.shape[1], k_rope.shape[1])), group_size)
+    found = _writer(k_nope, k_rope, group_size)
     if found is None:
         return original(k_nope, k_rope, group_size)
     return found.quantise(k_nope, k_rope).view(torch.float8_e4m3fn)
@@ -107,7 +112,7 @@ def quantise(original: Any, k_nope: Tensor, k_rope: Tensor, group_size: int = SC
 
 def quantise_apart(original: Any, k_nope: Tensor, k_rope: Tensor, group_size: int = SCALE_GROUP) -> tuple[Tensor, Tensor]:
     """In place of `_quantize_k_cache_fast_separate`: codes and scales [T, 1, 528], rope [T, 1, 128 or 0], uint8."""
-    found = _served(k_nope, _BY_PARTS.get((k_nope.shape[1], k_rope.shape[1])), group_size)
+    found = _writer(k_nope, k_rope, group_size)
     if found is None:
         return original(k_nope, k_rope, group_size)
     rows = found.quantise(k_nope, k_rope).unsqueeze(1)

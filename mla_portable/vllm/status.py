@@ -66,7 +66,7 @@ def _deepseek_v4(registry: Registry, device: torch.device, version: str, route: 
     capability = _capability(facts)
     if capability is None or _SINCE.match(version) is None:
         return ()
-    if capability < (9, 0):
+    if v4.below_sm90(capability):
         return (("DeepSeek-V4", f"{v4.AS_FAR_AS}: {v4.BELOW_SM90}. {v4.FORK}"),)
     if capability[0] == 12:
         return (("DeepSeek-V4", v4.ON_SM12X),)

@@ -64,10 +64,12 @@ def choose(named: Any, flash_mla: Any, vllm_config: Any) -> Any:
         named: what vLLM chose. flash_mla: its class on FlashMLA, the one that ours can be derived from.
     Raises: InvalidArgument where the plugin was asked for by name and cannot serve.
     """
+    from mla_portable.vllm import indexer_choice
+
     settings.adopt(vllm_config.additional_config)
-    asked = asked_for(vllm_config)
+    asked, too_old = asked_for(vllm_config), below_sm90(indexer_choice.capability())
     if asked is None:
-        if _below_sm90():
+        if too_old:
             _log_once(f"{AS_FAR_AS}: {BELOW_SM90}")
         return named
     reasons = obstacles(named, flash_mla, vllm_config)
@@ -75,7 +77,7 @@ def choose(named: Any, flash_mla: Any, vllm_config: Any) -> Any:
         return derived(named)
     if asked in OURS:
         got, expected = f"{asked} for DeepSeek-V4: {'; '.join(reasons)}", "a configuration that mla_portable serves"
-        raise InvalidArgument("vLLM", "attention_backend", got=got, expected=expected, remedy=FORK if _below_sm90() else "")
+        raise InvalidArgument("vLLM", "attention_backend", got=got, expected=expected, remedy=FORK if too_old else "")
     _log_once(f"vLLM's {named.__name__} serves DeepSeek-V4, mla_portable does not: {'; '.join(reasons)}")
     return named
 
@@ -108,7 +110,7 @@ def obstacles(named: Any, flash_mla: Any, vllm_config: Any) -> list[str]:
 def against_device(capability: tuple[int, int] | None, *, v41: bool) -> list[str]:
     """Every reason against GPUs of a CUDA compute capability, None where there is none. v41: for V4.1."""
     found: list[str] = []
-    if capability is not None and capability < (9, 0):
+    if below_sm90(capability):
         found.append(BELOW_SM90)
     if v41 and capability is not None and capability[0] == 10:
         found.append("V4.1's rows of 528 and 288 bytes on SM100 have no layout here")
@@ -133,11 +135,9 @@ def derived(stock: Any) -> Any:
     return types.new_class(name, (ServedLayer, stock), exec_body=lambda body: body.update(__module__=__name__))
 
 
-def _below_sm90() -> bool:
-    from mla_portable.vllm import indexer_choice
-
-    version = indexer_choice.capability()
-    return version is not None and version < (9, 0)
+def below_sm90(capability: tuple[int, int] | None) -> bool:
+    """More than attention of DeepSeek-V4 does not run. capability: of CUDA, None where there is none."""
+    return capability is not None and capability < (9, 0)
 
 
 @functools.cache
