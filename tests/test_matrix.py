@@ -221,9 +221,13 @@ def test_the_list_of_a_release_says_what_its_suite_had(tmp_path: Path) -> None:
 def test_the_list_that_is_kept_has_every_case_that_ran() -> None:
     from mla_portable.capability.run import runs_in
 
-    listed = ListedSuite(CAPABILITY / "0.1.0" / LIST)
-    ids = {case.id for _, run in runs_in(CAPABILITY) for case in run.cases}
-    assert len(ids) > 4000 and ids <= listed.ids
+    of_release: dict[Path, set[str]] = {}
+    for path, run in runs_in(CAPABILITY):
+        of_release.setdefault(path.parent, set()).update(case.id for case in run.cases)
+    for folder, ids in of_release.items():
+        if (folder / LIST).exists():  # a release in the making has none
+            assert ids <= ListedSuite(folder / LIST).ids
+    assert len(of_release[CAPABILITY / "0.1.0"]) > 4000
 
 
 # ---------------------------------------------------------------------- the generated files
