@@ -107,8 +107,8 @@ __device__ __forceinline__ Span share(int keys, int step, const Work work) {
 __device__ __forceinline__ int index_of(
     const List (&lists)[LISTS], const Keys& keys, int key, int end, bool is_known = false, int known = 0) {
     if (LISTS > 1 && key >= keys.second())
-        return key >= end ? -1 : is_known ? known : __ldg(lists[LISTS - 1].indices + (key - keys.second()));
-    return key >= (LISTS > 1 ? min(end, keys.count[0]) : end) ? -1 : is_known ? known : __ldg(lists[0].indices + key);
+        return key >= end ? -1 : is_known ? known : lists[LISTS - 1].indices[key - keys.second()];
+    return key >= (LISTS > 1 ? min(end, keys.count[0]) : end) ? -1 : is_known ? known : lists[0].indices[key];
 }
 
 // ---- copying
