@@ -78,7 +78,7 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, registry: LayerRegist
     """Bind the parts of a route, each for the request that was decided on, with the promises that a layer can make.
 
     Slots of the cache come from convert_indices, which makes every slot outside of the cache -1. Rows of a workspace may lie
-    past its end, so for them nothing is promised. Decode tokens come first, so what is in front of sparse_decode in the stream is
+    past its end, so for them nothing is promised. Decode tokens come first, so the kernel in front of sparse_decode is that of
     convert_indices.
 
     A token early in its sequence has fewer than K keys. Implementations that accept `lengths` skip the missing keys, with the
