@@ -314,7 +314,6 @@ NONSENSE = {
     "preference is a text": lambda: implementation("bad.v1", preference="x"),
     "no preference": lambda: implementation("bad.v1", preference=None),
     "preference is a truth": lambda: implementation("bad.v1", preference=True),
-    "preference_for is a number": lambda: implementation("bad.v1", preference_for=3.0),
     "bind cannot be called": lambda: implementation("bad.v1", bind="kernel"),
     "check cannot be called": lambda: implementation("bad.v1", check=True),
     "a schedule kind in words": lambda: implementation("bad.v1", schedule_kind="tiles"),

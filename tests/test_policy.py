@@ -54,33 +54,6 @@ def policy_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_declared_cost_may_depend_on_the_request():
-    def of_heads(request: Request) -> float:
-        return 30.0 if request.num_heads is not None and request.num_heads <= 32 else 5.0
-
-    pads = implementation("pads.v1", SPARSE_DECODE, preference=5, preference_for=of_heads)
-    reg = Registry(plugins=[*plugins(), ("pads", make_plugin(pads))], facts={"cuda": H200}, environ={})
-    chosen = {heads: reg.decide(DECODE.but(num_heads=heads)).chosen for heads in (None, 16, 32, 33)}
-    assert chosen == {None: "pads.v1", 16: "alpha.v1", 32: "alpha.v1", 33: "pads.v1"}
-    (verdict,) = [each for each in reg.decide(DECODE.but(num_heads=16)).verdicts if each.implementation == "pads.v1"]
-    assert (verdict.cost, verdict.cost_source) == (30.0, "declared")
-
-
-@pytest.mark.parametrize("cost", [float("nan"), -1.0, None, ZeroDivisionError("no heads")], ids=repr)
-def test_a_declared_cost_that_is_none_is_a_reason_against_the_implementation(cost: object):
-    def wrong(request: Request) -> float:
-        if isinstance(cost, Exception):
-            raise cost
-        return cost  # type: ignore[return-value]
-
-    bad = implementation("bad.v1", SPARSE_DECODE, preference=0, preference_for=wrong)
-    reg = Registry(plugins=[*plugins(), ("bad", make_plugin(bad))], facts={"cuda": H200}, environ={})
-    decision = reg.decide(DECODE)
-    assert decision.chosen == "alpha.v1"
-    (verdict,) = [each for each in decision.verdicts if each.implementation == "bad.v1"]
-    assert verdict.reasons[0].subject == "preference_for" and "raised" in verdict.reasons[0].given
-
-
 def test_each_layer_outweighs_all_below_it(policy_file: Path):
     """All layers speak at once; taking away the strongest, one by one, brings the next to the fore."""
     environ = {

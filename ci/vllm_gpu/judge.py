@@ -341,6 +341,8 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
             yield _unfinished(job.name, ran.get(job.name), is_stock=job.who == stock)
         elif job.name == against:
             yield Line(job.name, "what the others are compared with", None)
+        elif not against:
+            yield Line(job.name, f"nothing to compare it with: none of {', '.join(known)} finished", False)
         else:
             compared = compare(_runs(ran, against)[0], runs[0])
             ours = job.who == stock or bool(ran[job.name].served)

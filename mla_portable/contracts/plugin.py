@@ -57,8 +57,6 @@ class Implementation(Generic[F]):
         check: library found, symbols found, calling convention identified on this device? Returns the reasons why not.
             It runs once per device, before the numeric probe.
         preference: declared cost, smaller is preferred. Vendor kernels about 10, portable kernels 50, reference 1000.
-        preference_for: the declared cost of a request, where one number does not say it (a kernel that pads, say, is good at
-            some head counts alone); None where `preference` holds for all.
         schedule_kind: what `schedule=` of sparse_decode takes, and who plans it; None where any is ignored.
         prefills_as: of sparse_decode, the name of the sparse_prefill that is the same kernel on the same cache, so that one
             call may serve a step's decodes and prefills together; "" for none.
@@ -70,7 +68,6 @@ class Implementation(Generic[F]):
     bind: Callable[[Request[F]], F]
     check: Callable[[DeviceFacts], Iterable[Reason]] = _nothing_missing
     preference: float = 50.0
-    preference_for: Callable[[Request], float] | None = None
     schedule_kind: ScheduleKind | None = None
     prefills_as: str = ""
 
@@ -86,9 +83,6 @@ class Implementation(Generic[F]):
         if not _is_cost(self.preference):
             expected = f"a finite number of 0 or more, got {describe(self.preference)}"
             raise PluginError(f"{self.name} / {self.primitive}: preference must be {expected}")
-        if self.preference_for is not None and not callable(self.preference_for):
-            got = describe(self.preference_for)
-            raise PluginError(f"{self.name} / {self.primitive}: preference_for must be a function of a Request, got {got}")
         if self.schedule_kind is not None and not isinstance(self.schedule_kind, ScheduleKind):
             got = type(self.schedule_kind).__name__
             raise PluginError(f"{self.name} / {self.primitive}: schedule_kind must be a ScheduleKind or None, got {got}")
@@ -96,16 +90,6 @@ class Implementation(Generic[F]):
     @property
     def backend(self) -> str:
         return self.name.partition(".")[0]
-
-    def declared_cost(self, request: Request) -> float:
-        """`preference_for` of the request, or `preference`. Raises: PluginError for what is no cost."""
-        if self.preference_for is None:
-            return self.preference
-        cost = self.preference_for(request)
-        if not _is_cost(cost):
-            expected = f"a finite number of 0 or more, got {describe(cost)}"
-            raise PluginError(f"{self.name} / {self.primitive}: preference_for must return {expected}")
-        return cost
 
     @property
     def layouts(self) -> tuple[str, ...]:

@@ -24,7 +24,9 @@ class SeenScores(Protocol):
 
     out: [T', N] float32, of which only what a token sees is written. bounds: [2, T'] int32, written: each token sees positions
     bounds[0] to bounds[1] - 1. share: what the cache holds; then these are own positions. It is given only to parts of an
-    implementation that declares `Support.context_parallel`. The rest: see `mla_portable.primitives.IndexerLogits`.
+    implementation that declares `Support.context_parallel`. all_chosen: of a token that sees at most so many positions all are
+    chosen, so that any finite score will do where the position has a block; elsewhere it is -inf. The rest: see
+    `mla_portable.primitives.IndexerLogits`.
     """
 
     def __call__(
@@ -39,6 +41,8 @@ class SeenScores(Protocol):
         block_table: Tensor,
         first: int,
         share: ContextShare = WHOLE,
+        *,
+        all_chosen: int = 0,
     ) -> None: ...
 
 
@@ -97,13 +101,15 @@ class SelectInParts:
             return out.fill_(-1)
         share = WHOLE if dcp_size == 1 else ContextShare(dcp_size, dcp_rank, interleave)
         held = {} if share.size == 1 else {"share": share}
+        all_chosen = topk if scores_out is None else 0
         rows = rows_at_a_time(num_tokens, num_logits, self._beside(num_logits, topk))
         logits = torch.empty((rows, num_logits), dtype=torch.float32, device=q.device)
         bounds = torch.empty((2, rows), dtype=torch.int32, device=q.device)
         for first in range(0, num_tokens, rows):
             count = min(rows, num_tokens - first)
             scores, limits = logits[:count], bounds[:, :count]
-            self._score(scores, limits, q, weights, index_cache, query_start_loc, seq_lens, block_table, first, **held)
+            pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
+            self._score(scores, limits, *pages, first, all_chosen=all_chosen, **held)
             chosen = out[first : first + count]
             self._choose(scores, limits[0], limits[1], topk=topk, out=chosen)
             if self._finish is not None and (held or scores_out is not None):

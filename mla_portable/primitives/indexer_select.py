@@ -40,8 +40,9 @@ class IndexerSelect(Protocol):
 
     Arguments as of `IndexerLogits`, but for `out` [T, topk] int32, written and returned: positions in the token's request,
     then -1. Chosen are the largest of the scores that indexer_logits gives, in float32, as topk_select chooses; -inf and NaN
-    never. Graph-safe with `out`; at most 64 MiB of scratch may be allocated on the current stream, at any batch and context.
-    Scores of as many tokens as fit are computed at a time, so a wide block table costs time: pass the columns in use.
+    never. A token that sees at most topk positions gets all of them that have a block; they need not be scored, so NaN may be
+    chosen there. Graph-safe with `out`; at most 64 MiB of scratch may be allocated on the current stream, at any batch and
+    context. Scores of as many tokens as fit are computed at a time, so a wide block table costs time: pass the columns in use.
 
     With dcp_size > 1 cache and block table hold the own positions of dcp_rank (`ContextShare`), and K of these are chosen among
     those that the token sees. scores_out [T, topk] float32 is written: the score of each entry of `out`, -inf where that is -1.
@@ -95,7 +96,8 @@ def indexer_select(
             equal scores the lower positions.
         scores_out: [T, K] float32, written: the score of each chosen position, -inf where there is none.
     Returns: [T, K] int32, positions in the token's request, ascending, then -1 where the token sees fewer than K keys. Of equal
-        scores the lower positions are chosen.
+        scores the lower positions are chosen. Scores of NaN or -inf are not, but a token that sees at most K keys may get all
+        that have a block, unscored.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
     """
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
-from mla_portable.registry.faults import first_line
 from mla_portable.registry.names import AUTO, REFERENCE
 from mla_portable.registry.policy import Policy, disabled_reason
 
@@ -69,7 +68,6 @@ class Ranking:
 @dataclass(slots=True, eq=False)
 class _Candidate:
     implementation: Implementation
-    declared: float
     cost: float
     cost_source: str
     measured: bool
@@ -131,7 +129,7 @@ def decide(
     _tell_ties([c for c in ranked if not c.reasons and ranking.tied(c.standing)])
 
     def rank(c: _Candidate) -> tuple[tuple[bool, float], float, str]:
-        return ranking.key(c.standing), c.declared, c.implementation.name
+        return ranking.key(c.standing), c.implementation.preference, c.implementation.name
 
     ranked.sort(key=rank)
     pool = [c for c in ranked if rule.target in (AUTO, c.implementation.backend, c.implementation.name)]
@@ -191,26 +189,20 @@ def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *,
 def _tell_ties(tied: Sequence[_Candidate]) -> None:
     """Say it where declared costs decide among measured costs."""
     for candidate in tied if len(tied) > 1 else ():
-        candidate.cost_source += f" tie within {_TIE:.0%}, declared cost {candidate.declared:g} decides;"
+        candidate.cost_source += f" tie within {_TIE:.0%}, declared cost {candidate.implementation.preference:g} decides;"
 
 
 def _first_look(candidate: Implementation, request: Request, policy: Policy, costs: CostTable | None) -> _Candidate:
     """What can be said without the machine: switched off, unsupported, and the cost."""
     off = policy.against(candidate)
     measured = costs(candidate, request) if costs else None
-    declared, wrong = candidate.preference, ()
-    try:
-        declared = candidate.declared_cost(request)
-    except Exception as error:  # whatever a plugin raises is a reason against it
-        wrong = (Reason("preference_for", f"raised {first_line(error)}", "it should return a cost"),)
-    cost, source = measured or (declared, "declared")
+    cost, source = measured or (candidate.preference, "declared")
     return _Candidate(
         implementation=candidate,
-        declared=declared,
         cost=cost,
         cost_source=source,
         measured=measured is not None,
-        reasons=off + wrong + candidate.support.reasons(request),
+        reasons=off + candidate.support.reasons(request),
         fits_device=not any(candidate.support.device_reasons(request.device)),
         disabled=bool(off),
     )

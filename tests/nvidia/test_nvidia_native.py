@@ -12,7 +12,7 @@ from machines import H200
 from native_model import Model, stand_ins
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request, ScheduleLimits
-from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
+from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import attention
 from mla_portable_nvidia.flat_decode import flat_implementations
@@ -26,7 +26,7 @@ SCALE = 576**-0.5
 REQUEST = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
 FLAT = ("nvidia.flashmla_bf16", "nvidia.flashmla_nope", "nvidia.flashmla_sm100")
 """Decodes of whole rows apart."""
-BOTH = pytest.mark.parametrize("layout", [BF16.name, FP8_DS_MLA.name])
+EACH = pytest.mark.parametrize("layout", [BF16.name, FP8_DS_MLA.name, FP8_V4.name])
 
 # ---------------------------------------------------------------------------------------------------- a launch
 
@@ -83,7 +83,7 @@ def check_calls(decode, q, kv, indices, lengths, *, rtol, atol, **given):
             torch.testing.assert_close(result[1], wanted[1])
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize(
     ("batch", "query_len", "num_heads", "topk", "block_size", "gap"),
     [
@@ -93,11 +93,15 @@ def check_calls(decode, q, kv, indices, lengths, *, rtol, atol, **given):
     ],
 )
 def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num_heads, topk, block_size, gap):
+    gap += -(block_size * LAYOUTS[layout].row_bytes + gap) % 16  # as engines pad pages of fp8_v4
     kv = cache(7, block_size, gap, layout=layout)
-    q, indices = problem(batch, query_len, num_heads, topk, 7 * block_size)
+    q, indices = problem(batch, query_len, num_heads, topk, 7 * block_size, LAYOUTS[layout].key_width)
     lengths = torch.randint(0, topk + 1, (batch, query_len), dtype=torch.int32)
     decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, num_heads=num_heads))
-    assert set(models) == set(builds(layout, num_heads)) == set(BUILDS[layout]) - ({MANY} if num_heads <= FEW else set())
+    assert set(models) == set(builds(layout, num_heads))
+    assert {build for build in BUILDS[layout] if build not in models} == {
+        build for build in BUILDS[layout] if build.kernel == MANY.kernel and num_heads <= FEW
+    }
     check_calls(decode, q, kv, indices, lengths, rtol=8e-3, atol=1e-3)
     assert len(launches(models)) == 4
 
@@ -153,11 +157,11 @@ def test_a_second_cache_and_queries_without_rope_reach_the_kernel(models, rows):
     check_second_cache(models, REQUEST, bind, rows)
 
 
-@BOTH
+@EACH
 def test_one_token_of_one_query_is_a_prefill_token(models, layout):
     kv = cache(4, 16, layout=layout)
     request = REQUEST.but(kv_layout=layout)
-    q, indices = problem(6, 1, 16, 64, 64)
+    q, indices = problem(6, 1, 16, 64, 64, LAYOUTS[layout].key_width)
     lengths = torch.randint(0, 65, (6,), dtype=torch.int32)
     decoded = bind.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, lengths=lengths[:, None])
     prefill = bind.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
@@ -169,7 +173,7 @@ def test_one_token_of_one_query_is_a_prefill_token(models, layout):
     assert torch.equal(out, decoded[0][:, 0]) and torch.equal(lse, decoded[1][:, 0])
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize(("gap", "offset"), [(8, 0), (0, 4), (4, 12)])
 def test_a_cache_that_16_byte_copies_cannot_read_is_refused_before_a_launch(models, layout, gap, offset):
     kv = cache(3, 4, gap, offset, layout)
@@ -254,12 +258,12 @@ def test_no_row_no_launch(models, shape):
     assert launches(models) == []
 
 
-@BOTH
+@EACH
 def test_batch_invariant_every_batch_is_cut_alike(models, layout):
     kv = cache(4, 16, layout=layout)
     decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, batch_invariant=True))
     for batch in (1, 20, 140):
-        q, indices = problem(batch, 1, 16, 64, 64)
+        q, indices = problem(batch, 1, 16, 64, 64, LAYOUTS[layout].key_width)
         decode(q, kv, indices, softmax_scale=SCALE)
     cuts = {(build, each.grid[1], each.whole_clusters) for build, model in models.items() for each in model.launches}
     assert len(launches(models)) == 3 and len(cuts) == 1 and {whole for _, _, whole in cuts} == {0}
@@ -289,6 +293,9 @@ def test_few_heads_come_before_many_and_both_before_flashmla():
         assert support.reasons(REQUEST.but(num_heads=most)) == ()
         assert [reason.subject for reason in support.reasons(REQUEST.but(num_heads=most + 1))] == ["num_heads"]
         assert support.reasons(REQUEST.but(kv_layout="bf16", num_heads=most)) == ()
+        v4 = REQUEST.but(kv_layout="fp8_v4", num_heads=most, block_size=53, extra_topk=1024, extra_block_size=2)
+        assert support.reasons(v4.but(extra_lengths=True, uneven_blocks=True, attn_sink=True, lengths=True)) == ()
+        assert [reason.subject for reason in support.reasons(v4.but(cache_alignment=8))] == ["cache_alignment"]
         assert "arch" in {r.subject for r in support.device_reasons(replace(H200, arch="sm100"))}
 
 

@@ -173,7 +173,7 @@ def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys, mo
     monkeypatch.setattr(compile_all, "compile_build", kept_image)
     code, made = lines(capsys)
     everything = [*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER, PACK_SELECTION, *MASKED]
-    expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.targets]
+    expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
     assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
     assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]
     assert len({(line["arch"], line["label"]) for line in made}) == len(made)
@@ -183,7 +183,6 @@ def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys, mo
         for primitive in ("sparse_decode", "sparse_prefill")
     } | {("nvidia.native", "topk_select"): ({"topk_select"}, compile_all.TARGETS)}
     older = {"sparse_decode_sm80", "merge_splits"}, tuple(arch for arch in compile_all.TARGETS if arch != "sm90")
-    kernels |= {("nvidia.native_v4", primitive): (older[0], ("sm90",)) for primitive in ("sparse_decode", "sparse_prefill")}
     kernels |= {("nvidia.native_sm80", primitive): older for primitive in ("sparse_decode", "sparse_prefill")}
     kernels |= {("nvidia.native", "pack_selection"): ({"pack_selection"}, compile_all.TARGETS)}
     kernels |= {("nvidia.native", "masked_prefill"): ({"masked_prefill"}, ("sm90",))}
@@ -209,7 +208,7 @@ def test_a_build_that_does_not_fit_fails_the_command(capsys, monkeypatch):
     monkeypatch.setattr(compile_all, "SHARED_MEMORY", {"sm90": most - 1})
     code, made = lines(capsys, "--quick", "sm90")
     assert code == 1 and sorted(line["kernel"] for line in made) == sorted(
-        {build.kernel for build in (*ALL, *SM80, *MERGES, FEW_ROWS, *INDEXER, PACK_SELECTION, *MASKED)}
+        {build.kernel for build in (*ALL, FEW_ROWS, *INDEXER, PACK_SELECTION, *MASKED)}
     )
     refused = f"{most} bytes of shared memory, sm90 has {most - 1}: choose fewer stages"
     assert {line["error"] for line in made} == {"", refused}

@@ -114,6 +114,17 @@ def test_the_builds_that_are_shipped_do(build, kind):
 
 
 @emulated
+@pytest.mark.parametrize("kind", ["plain", "ties", "holes"])
+def test_rows_of_a_prompt_grow(kind):
+    """Of many rows each takes the code of its own length, on both sides of the border between the two."""
+    g = torch.Generator().manual_seed(11)
+    ends = torch.tensor([0, 60, 700, 4095, 4096, 4097, 7000], dtype=torch.int32)
+    logits = torch.stack([row(kind, 7000, g) for _ in ends])
+    logits[torch.arange(7000) >= ends.unsqueeze(1)] = INF  # is not seen
+    check(model_of(MANY_ROWS), logits, torch.zeros_like(ends), ends, 64, 1)
+
+
+@emulated
 def test_ranges_are_clamped(models):
     logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
     starts = torch.tensor([0, 3, -7, 5, 309, 1, 299], dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashMLA on `fp8_v4`: two caches, sinks, lengths of each token, schedules of both lists; which heads it is chosen for."""
+"""FlashMLA on `fp8_v4`: two caches, sinks, lengths of each token, schedules of both lists; who is chosen in front of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mla_portable.problems.sparse_decode import sparse_decode as oracle
 from mla_portable.registry import Registry
 from mla_portable_nvidia import discovery
 from mla_portable_nvidia.attention import attention_implementations
-from mla_portable_nvidia.native.bind_v4 import v4_implementations
+from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts
 
 NAME = "nvidia.flashmla_v4"
@@ -220,10 +220,10 @@ def test_blocks_at_odd_multiples_of_8_bytes_are_refused_before_anything_runs():
         assert library.calls == []
 
 
-@pytest.mark.parametrize(("heads", "first"), [(8, 0), (16, 0), (32, 0), (33, 1), (64, 1), (128, 1)])
-def test_few_heads_go_to_the_kernel_that_pads_none(heads, first):
+@pytest.mark.parametrize("heads", [8, 16, 32, 33, 64, 128])
+def test_the_native_kernels_come_first_with_any_number_of_heads(heads):
     """Declared costs, on a device without times on record."""
-    offered = [*(each for each in attention_implementations(environ={})), *v4_implementations()]
+    offered = [*(each for each in attention_implementations(environ={})), *native_implementations()]
 
     class Plugin:
         from mla_portable.contracts import hookimpl
@@ -237,5 +237,5 @@ def test_few_heads_go_to_the_kernel_that_pads_none(heads, first):
     machine = Registry(plugins=[("nvidia", Plugin())], facts={"cuda": facts}, environ={})
     request = Request(SPARSE_DECODE, facts, kv_layout="fp8_v4", num_heads=heads, topk=128, extra_topk=512, extra_block_size=64)
     able = [each for each in machine.decide(request).verdicts if not each.reasons]
-    both = ["nvidia.native_v4", NAME]
-    assert [each.implementation for each in able] == [both[first], both[1 - first]]
+    few = ["nvidia.native"] if heads <= 32 else []
+    assert [each.implementation for each in able] == [*few, "nvidia.native_wide", NAME]

@@ -17,7 +17,7 @@ from test_nvidia_native import SCALE, cache, problem
 
 from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.native.bind_v4 import Serves, V4Attention, v4_implementations
+from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.sparse_decode import Build, Tensors, prepare
 
@@ -177,17 +177,15 @@ class Loaded(EmulatedSm90):
         return self._blocks // size
 
 
-def test_decode_and_prefill_conform(monkeypatch):
-    """The suite's cases of the layout at level smoke, all of them by these bodies."""
-    table = (Serves("sm90"),)
-    binds = {
-        SPARSE_DECODE: lambda request: V4Attention(request, table).decode,
-        SPARSE_PREFILL: lambda request: V4Attention(request, table).prefill,
-    }
+@pytest.mark.parametrize("name", ["nvidia.native", "nvidia.native_wide"])
+def test_decode_and_prefill_conform(monkeypatch, name):
+    """The suite's cases of the layout at level smoke."""
     offered = [
-        replace(each, support=replace(each.support, device_types=("cpu",)), bind=binds[each.primitive], check=lambda facts: ())
-        for each in v4_implementations()
+        replace(each, support=replace(each.support, device_types=("cpu",), kv_layouts=(FP8_V4.name,)), check=lambda facts: ())
+        for each in native_implementations()
+        if each.name == name
     ]
+    assert all(FP8_V4.name in each.support.layouts for each in native_implementations())
     with stand_ins(monkeypatch, Loaded, arch="sm_90a") as loaded:
-        words = conforms(registry(offered=offered, probe=False), "nvidia.native_v4", "smoke", *binds)
-    assert {build.kernel for build in loaded} <= {"sparse_decode_fp8", "sparse_decode_wide"} and "extra_b2" in words, words
+        words = conforms(registry(offered=offered, probe=False), name, "smoke", SPARSE_DECODE, SPARSE_PREFILL)
+    assert {build.rows for build in loaded} == {FP8_V4.name} and "extra_b2" in words, words

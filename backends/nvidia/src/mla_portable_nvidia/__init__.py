@@ -18,7 +18,6 @@ from mla_portable_nvidia.flash_attention3_prompts import prompt_implementations
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
-from mla_portable_nvidia.native.bind_v4 import v4_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementations
@@ -39,7 +38,6 @@ def mla_portable_register(registrar: Registrar) -> None:
         *prompt_implementations(),
         *native_implementations(),
         *sm80_implementations(),
-        *v4_implementations(),
         *topk_implementations(),
         *indexer_implementations(),
         *pack_implementations(),

@@ -23,10 +23,6 @@ _NAME_V4: Final = "nvidia.flashmla_v4"
 NOPE_NAME: Final = "nvidia.flashmla_nope"
 """Rows without a rotary part, for which not every provider has a build."""
 _PREFERENCE: Final = 10.0
-_FEW_HEADS: Final = 32
-"""Up to as many, `nvidia.native_v4` computes `fp8_v4` faster than FlashMLA does 64 (docs/nvidia.md)."""
-_PADDING_V4: Final = 25.0
-"""Declared cost of padding that few heads: behind `nvidia.native_v4`, in front of the portable kernels."""
 
 
 def _kernel(request: Request) -> Found:
@@ -99,10 +95,6 @@ def check_kernel(primitive: Primitive, device: DeviceFacts, layout: CacheLayout 
     return triton_missing(waits=primitive is SPARSE_PREFILL)  # behind decode nothing starts early
 
 
-def _v4_preference(request: Request) -> float:
-    return _PADDING_V4 if request.num_heads is not None and request.num_heads <= _FEW_HEADS else _PREFERENCE
-
-
 def attention_implementations(
     *, device_types: tuple[str, ...] = ("cuda",), environ: Mapping[str, str] | None = None
 ) -> Iterator[Implementation]:
@@ -147,6 +139,5 @@ def attention_implementations(
         bind_sparse_decode,
         check=partial(check_kernel, SPARSE_DECODE, layout=FP8_V4),
         preference=_PREFERENCE,
-        preference_for=_v4_preference,
         schedule_kind=FLASHMLA_TILES,
     )

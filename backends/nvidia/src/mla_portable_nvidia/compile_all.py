@@ -26,7 +26,6 @@ from mla_portable.layouts import FP8_V4
 from mla_portable_nvidia.native import sparse_decode_sm80
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
-from mla_portable_nvidia.native.bind_v4 import v4_implementations
 from mla_portable_nvidia.native.build import KernelBuild, compile_build
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations
@@ -40,7 +39,6 @@ from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, topk_imp
 _OFFERED: Final = (
     *native_implementations(),
     *sm80_implementations(),
-    *v4_implementations(),
     *topk_implementations(),
     *indexer_implementations(),
     *pack_implementations(),
@@ -86,7 +84,7 @@ def compile_arch(arch: str, builds: Sequence[KernelBuild] = _BUILDS) -> Iterator
     """A record for each build that is for `arch`: what it takes of the device, seconds, and error ("" when all is well)."""
     limit, version = SHARED_MEMORY[arch], ".".join(map(str, nvrtc_version()))
     for build in builds:
-        if arch not in build.targets:
+        if arch not in build.archs:
             continue
         record: dict[str, Any] = {
             "arch": arch,

@@ -137,6 +137,8 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
         block_table: Tensor,
         first: int,
         share: ContextShare = WHOLE,
+        *,
+        all_chosen: int = 0,  # all are scored, these too
     ) -> None:
         pages = query_start_loc, seq_lens, block_table
         indexer_logits.launch(

@@ -26,15 +26,15 @@ from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.sparse_decode import Tensors
 from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES, SHARED_MEMORY, Sm80Build, builds, prepare
 
-__all__ = ["PREFERENCE", "Sm80Attention", "program", "sm80_implementations", "support"]
+__all__ = ["sm80_implementations"]
 
 _NAME: Final = "nvidia.native_sm80"
 _MANY: Final = 128
-PREFERENCE: Final = 20.0
+_PREFERENCE: Final = 20.0
 """Behind FlashMLA where there is one for the device, in front of the portable kernels."""
 
 
-def program(request: Request) -> ProgramShape:
+def _program(request: Request) -> ProgramShape:
     """What the planner of splits has to know of the build for a request."""
     return _builds(request)[0].program(request.device.arch)
 
@@ -56,11 +56,11 @@ def _split_scratch(request: Request) -> int:
     rows, num_heads, topk = request.rows, request.num_heads, request.topk
     if rows is None or num_heads is None or topk is None:
         return DEFAULT_SCRATCH_BYTES
-    num_splits = _own_splits(request, rows, num_heads, topk, request.extra_topk or 0, program(request))
+    num_splits = _own_splits(request, rows, num_heads, topk, request.extra_topk or 0, _program(request))
     return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
 
 
-class Sm80Attention(BoundAttention):
+class _Attention(BoundAttention):
     """A decode takes the splits and the scratch of its schedule; without one it allocates scratch where it is split."""
 
     def cut_of(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
@@ -86,48 +86,46 @@ class Sm80Attention(BoundAttention):
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
     """sparse_decode. Raises: NvrtcNotFound, CompilationFailed, DriverError where the kernel cannot be built here."""
-    return Sm80Attention(request).decode
+    return _Attention(request).decode
 
 
 def bind_sparse_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill, likewise."""
-    return Sm80Attention(request).prefill
+    return _Attention(request).prefill
 
 
 _BIND: Final[dict[Primitive, Any]] = {SPARSE_DECODE: bind_sparse_decode, SPARSE_PREFILL: bind_sparse_prefill}
 
 
-def support(archs: tuple[str, ...], layouts: tuple[str, ...], *, decodes: bool, shared_memory: int = 0) -> Support:
-    """Of this kernel on these. decodes: sparse_decode. shared_memory: that another kernel of the same implementation needs."""
+def _support(*, decodes: bool) -> Support:
+    """decodes: of sparse_decode."""
     return Support(
         source="mla_portable_nvidia/native: sparse_decode_sm80.cu, merge_splits.cu; code for sm80 run on an H200",
         device_types=("cuda",),
         vendors=("nvidia",),
-        archs=archs,
-        kv_layouts=layouts,
+        archs=tuple(Sm80Build.archs),
+        kv_layouts=(BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_V4.name),
         max_heads=_MANY,
         cache_alignment=16,
-        min_shared_memory=max(SHARED_MEMORY, shared_memory),
+        min_shared_memory=SHARED_MEMORY,
         batch_invariant=True,
         extra_cache=True,
-        nope=FP8_DS_MLA.name in layouts,
+        nope=True,
         workspace_bytes=_split_scratch if decodes else None,
     )
 
 
 def sm80_implementations() -> Iterator[Implementation]:
-    """sparse_decode and sparse_prefill: of every layout where no other kernel of ours runs."""
-    archs = tuple(arch for arch in Sm80Build.archs if arch != "sm90")
-    layouts = BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_V4.name
+    """sparse_decode and sparse_prefill."""
     for primitive, function in _BIND.items():
         decodes = primitive is SPARSE_DECODE
         yield Implementation(
             name=_NAME,
             primitive=primitive,
-            support=support(archs, layouts, decodes=decodes),
+            support=_support(decodes=decodes),
             bind=function,
             check=check,
-            preference=PREFERENCE,
-            schedule_kind=split_kv_kind(program) if decodes else None,
+            preference=_PREFERENCE,
+            schedule_kind=split_kv_kind(_program) if decodes else None,
             prefills_as=_NAME if decodes else "",
         )

@@ -53,11 +53,6 @@ class KernelBuild(ABC):
         """Dynamic shared memory of a block, as the source lays it out."""
 
     @property
-    def targets(self) -> Mapping[str, str]:
-        """Those of `archs` that an implementation serves with it."""
-        return self.archs
-
-    @property
     def wide_clusters(self) -> bool:
         """It may be launched in clusters of more than 8 blocks."""
         return True

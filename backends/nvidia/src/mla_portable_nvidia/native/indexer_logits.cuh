@@ -37,6 +37,15 @@ struct Stage {                         // a place in a ring, and the parity of i
     }
 };
 
+struct Bounds {                        // of a request, as the caller gave them; 0 past the last request
+    int begin, end, length;
+
+    __device__ __forceinline__ Bounds(const Arguments& a, int request) : begin(0), end(0), length(0) {
+        if (request < a.num_requests)
+            begin = __ldg(a.starts + request), end = __ldg(a.starts + request + 1), length = __ldg(a.lens + request);
+    }
+};
+
 struct Owner {                         // the request of a token
     int request;
     i64 end, after_own;                // end: of its tokens. after_own: added to a token, its own position

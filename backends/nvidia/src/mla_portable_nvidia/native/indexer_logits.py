@@ -31,10 +31,8 @@ _PAGE: Final = 64
 _TILE: Final = 4 * _PAGE
 """Positions of a block in prefill."""
 _KEY_BYTES: Final = 128 + 4
-_TOKENS: Final = (256, 128, 64, 32)
-"""Of a block in prefill."""
-_START: Final = 8
-"""Tokens that a block would score in the time in which it starts."""
+_UNIT: Final = 16
+"""Tokens that count as one where prefill shares its work."""
 _TOKENS_A_REQUEST: Final = 4
 """From here on, on average, keys stay instead of queries."""
 
@@ -90,10 +88,10 @@ class DecodeBuild(IndexerBuild):
 
 @dataclass(frozen=True, slots=True)
 class PrefillBuild(IndexerBuild):
-    """A block for four pages and some tokens, two at a time."""
+    """A block for four pages at a time and tokens that see them, two at a time."""
 
     kernel: ClassVar[str] = "indexer_logits_prefill"
-    fixed: ClassVar[str] = f"{IndexerBuild.fixed} i"  # tokens of a block
+    fixed: ClassVar[str] = f"{IndexerBuild.fixed} i"  # a token that sees no more positions is not scored
 
     @property
     def label(self) -> str:
@@ -109,7 +107,7 @@ class PrefillBuild(IndexerBuild):
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (2 * _query_bytes(self.heads) + 16)
+        return self.stages * (2 * _query_bytes(self.heads) + 16) + 8
 
 
 DECODE: Final = {
@@ -119,17 +117,6 @@ DECODE: Final = {
 }
 """(heads, tokens) -> build. H200, 2026-11-22: docs/dev/indexer.md."""
 PREFILL: Final = {heads: PrefillBuild(heads, 8) for heads in HEADS}
-
-
-def tokens_of_block(rows: int, num_logits: int, num_sms: int) -> int:
-    """Tokens of a block in prefill: what takes the least time, if each wave of blocks takes that of its tokens and a start."""
-    tiles = -(-num_logits // _TILE)
-
-    def cost(tokens: int) -> int:
-        waves = -(-tiles * -(-rows // tokens) // num_sms)
-        return waves * (min(tokens, rows) + _START)
-
-    return min(_TOKENS, key=cost)
 
 
 class NativeScores:
@@ -154,22 +141,26 @@ class NativeScores:
         seq_lens: Tensor,
         block_table: Tensor,
         first: int = 0,
+        *,
+        all_chosen: int = 0,
     ) -> None:
         """Write `out` [T', N] float32, of the T' tokens from `first` on. Graph-safe.
 
         Args:
             bounds: None to write all of `out`; or [2, T'] int32, where it is written which positions each token sees, the
                 only ones that are written.
+            all_chosen: as of SeenScores; prefill leaves such scores out.
             The rest: see IndexerLogits.
         """
         q, rows = aligned(q), out.shape[0]
         shapes = q.shape, index_cache.shape, block_table.shape, out.shape, q.get_device()
         strides = q.stride(), weights.stride(0), index_cache.stride(0), block_table.stride(0), out.stride(0)
-        launch = self._launches.get((shapes, strides))
+        launch = self._launches.get((shapes, strides, all_chosen))
         if launch is None:
             if 0 in out.shape:
                 return
-            launch = self._launches[shapes, strides] = self._prepared(out, q, weights, index_cache, block_table)
+            launch = self._prepared(out, q, weights, index_cache, block_table, all_chosen)
+            self._launches[shapes, strides, all_chosen] = launch
         begins, ends = (0, 0) if bounds is None else (bounds[0].data_ptr(), bounds[1].data_ptr())
         launch(
             out.data_ptr(),
@@ -185,7 +176,9 @@ class NativeScores:
             rows,
         )
 
-    def _prepared(self, out: Tensor, q: Tensor, weights: Tensor, index_cache: Tensor, block_table: Tensor) -> Launch:
+    def _prepared(
+        self, out: Tensor, q: Tensor, weights: Tensor, index_cache: Tensor, block_table: Tensor, all_chosen: int
+    ) -> Launch:
         rows, num_logits = out.shape
         num_tokens, num_heads, _ = q.shape
         num_requests, columns = block_table.shape
@@ -195,9 +188,8 @@ class NativeScores:
             *(index_cache.stride(0), block_table.stride(0), out.stride(0), q.stride(0), q.stride(1), weights.stride(0)),
         )
         if num_tokens >= _TOKENS_A_REQUEST * num_requests:
-            tokens = tokens_of_block(rows, num_logits, facts.num_sms)
-            grid = -(-num_logits // _TILE), -(-rows // tokens)
-            return self._kernel(PREFILL[num_heads], q).prepare(grid, 1, *fixed, tokens)
+            blocks = min(-(-num_logits // _TILE) * (-(-rows // _UNIT) + num_requests), facts.num_sms)
+            return self._kernel(PREFILL[num_heads], q).prepare((blocks, 1), 1, *fixed, all_chosen)
         build = DECODE[num_heads, 1 if num_tokens <= num_requests else 2]
         blocks = min(-(-num_logits // _PAGE) * rows, facts.num_sms * build.blocks_per_sm)
         return self._kernel(build, q).prepare((blocks, 1), 1, *fixed)

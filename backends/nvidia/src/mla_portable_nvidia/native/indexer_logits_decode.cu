@@ -19,15 +19,6 @@
 #define BARRIERS_AT (STAGES_AT + STAGES * PAGE_BYTES)  // full, then empty
 #define THERE_AT (BARRIERS_AT + 16 * STAGES)           // whether the page is in the cache, bytes
 
-struct Bounds {        // of a request, as the caller gave them; 0 past the last request
-    int begin, end, length;
-
-    __device__ __forceinline__ Bounds(const Arguments& a, int request) : begin(0), end(0), length(0) {
-        if (request < a.num_requests)
-            begin = __ldg(a.starts + request), end = __ldg(a.starts + request + 1), length = __ldg(a.lens + request);
-    }
-};
-
 struct Pages {         // of one request
     int token, count;  // the tokens that there are of it
     int pages;         // that the last of them sees some of

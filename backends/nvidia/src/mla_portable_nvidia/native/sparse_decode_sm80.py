@@ -45,13 +45,11 @@ __all__ = [
 ]
 
 _ARCHS: Final = MappingProxyType(
-    {f"sm{version}": f"sm_{version}" for version in (80, 86, 89, 90, 100, 120, 121)} | {"sm103": "sm_100"}
+    {f"sm{version}": f"sm_{version}" for version in (80, 86, 89, 100, 120, 121)} | {"sm103": "sm_100"}
 )  # code for 10.0 runs on 10.3
 SHARED_MEMORY: Final = 99 << 10
 """Bytes of a thread block that builds for all of these architectures keep within: what the least of them allows."""
-_SM_SHARED_MEMORY: Final = (
-    dict.fromkeys(_ARCHS, 100 << 10) | {"sm80": 164 << 10} | dict.fromkeys(("sm90", "sm100", "sm103"), 228 << 10)
-)
+_SM_SHARED_MEMORY: Final = dict.fromkeys(_ARCHS, 100 << 10) | {"sm80": 164 << 10} | dict.fromkeys(("sm100", "sm103"), 228 << 10)
 """Bytes of a multiprocessor. CUDA C++ Programming Guide, "Compute Capabilities"."""
 _BLOCK_RESERVE: Final = 1024
 """Bytes that the driver keeps of each block."""
@@ -125,27 +123,22 @@ class Sm80Build(KernelBuild):
         return layout_name(self.rows)
 
     @property
-    def targets(self) -> Mapping[str, str]:
-        """On SM90 other kernels serve all layouts but one."""
-        return {arch: code for arch, code in self.archs.items() if arch != "sm90" or self.rows == FP8_V4.name}
-
-    @property
     def wide_clusters(self) -> bool:
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class LargeSm80Build(Sm80Build):
-    """A build for SM80, which allows a block 163 KiB of shared memory, and for SM90. Code for SM100 would spill."""
+    """A build for SM80, which allows a block 163 KiB of shared memory. Code for SM100 would spill."""
 
-    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm90")})
+    archs: ClassVar[Mapping[str, str]] = MappingProxyType({"sm80": _ARCHS["sm80"]})
 
 
 @dataclass(frozen=True, slots=True)
 class PairSm80Build(Sm80Build):
     """A build of which a multiprocessor holds two blocks of 81 KiB: not those with 100 KiB."""
 
-    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm90", "sm100", "sm103")})
+    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm100", "sm103")})
 
 
 @dataclass(frozen=True, slots=True)

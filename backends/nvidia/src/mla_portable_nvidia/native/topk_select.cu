@@ -396,7 +396,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
     const float* scores = logits + row * logits_stride;
     int* own = out + row * out_stride;
     int written;
-    if (num_logits <= CANDIDATES / 2) {
+    // Of many rows, as those of a prompt, some are far shorter than the longest; few rows do not wait for their bounds here.
+    const bool half = BLOCKS_PER_SM > 1 && Row(starts + row, ends + row, num_logits).length <= CANDIDATES / 2;
+    if (half || num_logits <= CANDIDATES / 2) {
         written = select_short<SLOTS / 2>(s, own, scores, starts + row, ends + row, num_logits, topk);
     } else if (const Row all(starts + row, ends + row, num_logits); num_logits <= CANDIDATES || all.length <= CANDIDATES) {
         if (block > 0) return;

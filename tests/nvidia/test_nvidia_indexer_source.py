@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of indexer_logits_prefill on a CPU: which scores it writes, for any share of the work, and their values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from indexer_model import EmulatedPrefill
+from source_on_cpu import COMPILER
+from test_nvidia_indexer_logits import problem, request
+
+from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT
+from mla_portable.primitives import _select_in_parts as parts
+from mla_portable.primitives.indexer_logits import reference
+from mla_portable.primitives.indexer_select import reference as select_reference
+from mla_portable.primitives.topk_select import reference as topk_reference
+from mla_portable_nvidia.native import indexer_logits as indexer
+from mla_portable_nvidia.native.indexer_logits import PREFILL, NativeScores
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Of 32 heads; `sms`: multiprocessors that launches are made for. Every stride of the threads takes a turn."""
+    kernel, facts = EmulatedPrefill(PREFILL[32]), SimpleNamespace(sms=132)
+    monkeypatch.setattr(indexer, "load", lambda build, target, index: kernel if build == PREFILL[32] else None)
+    monkeypatch.setattr(indexer, "index_of", lambda request: 0)
+    facts.kernel = kernel
+    return facts
+
+
+def scores_of(emulated, primitive, sms, **more):
+    asked = request(primitive, 32, **more)
+    return NativeScores(replace(asked, device=replace(asked.device, num_sms=sms)))
+
+
+def batch(queries, lengths, columns, *, holes=False, start=0, tail=0):
+    """Of 32 heads. start, tail: tokens of no request in front of the first, and behind the last."""
+    q, weights, cache, starts, lens, table = problem([*queries, start + tail], [*lengths, 0], 32, columns)
+    starts, lens, table = starts[:-1] + start, lens[:-1], table[:-1]
+    if holes:
+        table.view(-1)[1::5], table.view(-1)[3::7] = -1, len(cache)
+    return [q, weights, cache, starts.contiguous(), lens.contiguous(), table.contiguous()]
+
+
+BATCHES = {
+    "no context": ([70, 90], [70, 90], 2),
+    "context": ([33, 5, 47], [600, 261, 300], 10),
+    "a request of a token": ([1, 30, 1], [130, 30, 64], 3),
+    "one long": ([40], [1000], 16),
+    "more tokens than context": ([20, 9], [7, -5], 1),
+}
+
+
+@pytest.mark.parametrize("sms", [1, 3, 132])
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_score_is_written_once_by_any_number_of_blocks(emulated, name, sms):
+    arguments = batch(*BATCHES[name], holes=True, start=2, tail=3)
+    tokens, width = len(arguments[0]), arguments[5].shape[1] * 64 - 3
+    out = torch.full((tokens, width + 9), 7.0)
+    scores_of(emulated, INDEXER_LOGITS, sms)(out[:, :width], None, *arguments)
+    want = reference(*arguments, out=torch.empty(tokens, width))
+    assert (out[:, width:] == 7).all() and torch.equal(out[:, :width] == -math.inf, want == -math.inf)
+    finite = want > -math.inf
+    torch.testing.assert_close(out[:, :width][finite], want[finite], rtol=1e-4, atol=1e-2)
+    assert emulated.kernel.grids[0][0] <= sms
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 165), (0, 64), (64, 64), (128, 37)])
+@pytest.mark.parametrize("all_chosen", [0, 30, 64, 2048])
+def test_tokens_whose_positions_are_all_chosen_are_not_scored(emulated, first, count, all_chosen):
+    """They get 0 where there is a page; the others get the same bits as without, and what is not seen is not written."""
+    arguments = batch([70, 90], [70, 190], 3, holes=True, start=2, tail=3)
+    scores = scores_of(emulated, INDEXER_SELECT, 5, topk=64)
+    whole = torch.full((165, 192), torch.nan)
+    scores(whole, torch.empty((2, 165), dtype=torch.int32), *arguments)
+    out, bounds = torch.full((count, 192), torch.nan), torch.full((2, count), -7, dtype=torch.int32)
+    scores(out, bounds, *arguments, first, all_chosen=all_chosen)
+    want = reference(*arguments, out=torch.empty(165, 192))[first : first + count]
+    seen = torch.zeros(165, dtype=torch.int32)
+    seen[2:72], seen[72:162] = torch.arange(70) + 1, torch.arange(90) + 101
+    seen = seen[first : first + count]
+    assert (bounds[0] == 0).all() and torch.equal(bounds[1], seen)
+    sees = torch.arange(192) < seen.unsqueeze(1)
+    assert out[~sees].isnan().all()
+    short = sees & (seen <= all_chosen).unsqueeze(1)
+    assert torch.equal(out[short], torch.where(want > -math.inf, 0.0, -math.inf)[short])
+    assert torch.equal(out[sees & ~short], whole[first : first + count][sees & ~short])
+
+
+@pytest.mark.parametrize("scratch", [64 << 20, 40_000])
+def test_a_selection_in_parts_is_that_of_the_reference(emulated, monkeypatch, scratch):
+    monkeypatch.setattr(parts, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(indexer, "NativeTopkSelect", lambda request, starts_early: topk_reference)
+    arguments = batch([70, 90], [70, 190], 3, holes=True, tail=1)
+    asked = request(INDEXER_SELECT, 32, topk=40)
+    got = indexer.bind_indexer_select(asked)(*arguments, topk=40)
+    assert torch.equal(got, select_reference(*arguments, topk=40))
+    assert len(emulated.kernel.grids) == (1 if scratch > 1 << 20 else 4)
+
+
+def test_64_heads(monkeypatch):
+    kernel = EmulatedPrefill(PREFILL[64], stride=0)
+    monkeypatch.setattr(indexer, "load", lambda build, target, index: kernel if build == PREFILL[64] else None)
+    monkeypatch.setattr(indexer, "index_of", lambda request: 0)
+    arguments = problem([21, 9], [21, 130])
+    out, want = torch.empty(30, 192), reference(*arguments, out=torch.empty(30, 192))
+    NativeScores(request(INDEXER_LOGITS))(out, None, *arguments)
+    assert torch.equal(out == -math.inf, want == -math.inf)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=2e-2)
