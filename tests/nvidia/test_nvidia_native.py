@@ -106,10 +106,10 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
     assert len(launches(models)) == 4
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("follows_in_order", [False, True])
 def test_a_launch_starts_early_where_what_is_in_front_ends_in_order(models, layout, follows_in_order):
-    kv, (q, indices) = cache(7, 16, layout=layout), problem(2, 1, 16, 64, 7 * 16)
+    kv, (q, indices) = cache(7, 16, layout=layout), problem(2, 1, 16, 64, 7 * 16, LAYOUTS[layout].key_width)
     decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, follows_in_order=follows_in_order))
     decode(q, kv, indices, softmax_scale=SCALE)
     assert [early for model in models.values() for early in model.started_early] == [follows_in_order]
