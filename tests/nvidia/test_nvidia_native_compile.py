@@ -195,9 +195,10 @@ def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys, mo
     assert claimed == {" / ".join(claim): list(archs) for claim, (_, archs) in kernels.items()}
     compiled = {(line["kernel"], line["arch"]) for line in made}
     assert {(kernel, arch) for names, archs in kernels.values() for kernel in names for arch in archs} == compiled
-    # what masked_prefill spills is the stack of rows that are computed again: test_nvidia_prompts
-    assert {line["spilled"] for line in made if line["kernel"] != "masked_prefill"} == {0}
-    assert max(line["spilled"] for line in made) < 200
+    # masked_prefill: the stack of rows that are computed again (test_nvidia_prompts); indexer_logits_prefill: two words between
+    # runs of tokens (test_nvidia_indexer_logits)
+    most = {"masked_prefill": 200, "indexer_logits_prefill": 8}
+    assert not [line for line in made if line["spilled"] > most.get(line["kernel"], 0)]
     assert {line["versions"]["nvrtc"] for line in made} == {"13.0"}
 
 

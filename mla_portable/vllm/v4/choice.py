@@ -7,7 +7,7 @@ class, and that function is replaced. It still decides first. Where it names vLL
 for, the model gets a class that is derived from the named one; nothing else of vLLM is changed.
 
 Asked for: `--attention-backend CUSTOM` (or MLA_PORTABLE), and mode override unless another backend is named. Mode auto leaves
-these models to vLLM: no times of whole layers are on record.
+these models to vLLM: layers were compared and timed, no engine has run with them.
 """
 
 from __future__ import annotations
