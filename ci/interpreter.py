@@ -4,17 +4,22 @@
 
     ci/interpreter.py conform triton --device cpu
 
-A launch in the interpreter replaces the functions of Triton's language by interpreted ones. Triton (3.5 to 3.7) looks all of
-them up once more whenever a kernel calls a function of its own, which took 40 % of the time of this project's kernels (triton
-3.7.1, 2026-11-26). Here that happens once a launch for each set of language modules that such functions see.
+Triton's interpreter (3.5 to 3.7) does work again whose result is known, or that nothing uses. Left out here are
 
-Worker processes import this file, so they do the same.
+- replacing the functions of the language by interpreted ones whenever a kernel calls a function of its own: once a launch is
+  enough, for each set of language modules that such functions see. It took 40 % of the time of this project's kernels;
+- looking for an overflow of every sum and product of integers: without Triton's debug mode what is found is dropped;
+- making the same block types, and the same shapes of tensors, for every value of a kernel.
+
+The last two took 45 % of what was left (triton 3.7.1, 2026-11-26). Worker processes import this file, so they do the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
+from functools import partial
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton decides when a kernel is decorated
@@ -66,7 +71,52 @@ def _languages(function: Any) -> frozenset[str]:
     return _seen[function]
 
 
+def drop_unused_checks() -> None:
+    """Change Triton's interpreter in this process; calling it again changes nothing."""
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def make_types_once() -> None:
+    """Change Triton's interpreter in this process; calling it again changes nothing."""
+    if isinstance(interpreter._get_np_dtype, partial):
+        return
+    core = interpreter.tl.core
+    interpreter._get_np_dtype = partial(_np_dtype, interpreter._get_np_dtype, {})
+    new_block, blocks = core.block_type.__init__, dict[Any, dict[str, Any]]()
+    new_tensor, tensors = core.tensor.__init__, dict[str, dict[str, Any]]()
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key in blocks:
+            self.__dict__.update(blocks[key], element_ty=element_ty)
+        else:
+            new_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name in tensors:
+            self.__dict__.update(tensors[type.name], handle=handle, type=type, dtype=type.scalar)
+        else:
+            new_tensor(self, handle, type)
+            tensors[type.name] = {
+                name: value for name, value in self.__dict__.items() if name not in ("handle", "type", "dtype")
+            }
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+
+
+def _np_dtype(find: Any, known: dict[str, Any], type: Any) -> Any:
+    """As Triton's own, `find`, which makes a table of all types for each call."""
+    if type.name not in known:
+        known[type.name] = find(type)
+    return known[type.name]
+
+
 replace_once_a_launch()
+drop_unused_checks()
+make_types_once()
 
 if __name__ == "__main__":
     from mla_portable.cli import main

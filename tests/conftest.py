@@ -50,7 +50,7 @@ def a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def kit() -> Iterator[SimpleNamespace]:
     """The modules of ci/vllm_gpu, importable for one file of tests alone."""
     folder = Path(__file__).parents[1] / "ci" / "vllm_gpu"
-    names = ("checkpoint", "rehearse", "selections", "jobs", "judge", "engine", "kernel_kinds", "timing", "kit")
+    names = ("checkpoint", "rehearse", "selections", "jobs", "judge", "engine", "kernel_kinds", "timing", "run_logged", "kit")
     sys.path.insert(0, str(folder))
     try:
         yield SimpleNamespace(**{name: import_module(name) for name in names})

@@ -218,7 +218,7 @@ def test_backend_and_use_steer_calls_already_served(two):
     arguments = decode_arguments()
 
     def server(**options: str) -> str:
-        return mla_portable.sparse_decode(**arguments, **options)[0].name
+        return mla_portable.sparse_decode(**arguments, **options)[1].name
 
     assert server() == "cheap.one"
     assert server(backend="dear") == "dear.one"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from mla_portable.bench import kernel_machine
 from mla_portable.bench.kernel_records import kernel_lines, times_of
 from mla_portable.bench.kernels import KernelReport
-from mla_portable.bench.plot import Line, lines_of_report, lines_of_times, plot_lines
+from mla_portable.bench.plot import picture_of
 from mla_portable.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.capability.run import Baseline, Time, read_run
 from mla_portable.cli.app import app
@@ -71,45 +72,55 @@ def test_a_time_stands_beside_the_fastest_baseline(report):
     assert [each.baseline for each in times_of(report) if each.primitive == "cache_write"] == [None]
 
 
-def test_the_plot_shows_every_candidate_that_has_a_time(report, tmp_path):
-    path, lines = tmp_path / "times.svg", lines_of_report(report)
-    ours = [line for line in lines if line.name != "other.v1"]
-    for given in (lines, ours):
-        plot_lines(given, path, title="A device")
-        assert ElementTree.parse(path).getroot().tag.endswith("svg")
-        text = path.read_text()
-        assert all(f"<!-- sparse_decode bf16, {heads} heads" in text for heads in (1, 2)) and "<!-- cache_write" in text
-        assert text.count("<!-- roofline bound -->") == 1 and "<!-- reference.torch -->" in text, "one legend for all"
-        assert ("<!-- other.v1 -->" in text) == (given is lines)
-    for bad, to in (([], path), (lines, tmp_path / "times.nonsense")):
-        with pytest.raises(InvalidArgument, match="plot"):
-            plot_lines(bad, to, title="A device")
-
-
 def timed(name: str, us: float, *, topk: int = 2048, bound: float = 80.0, other: float = 412.0, **changes: Any) -> Time:
     sizes = {"primitive": "sparse_decode", "layout": "fp8_ds_mla", "heads": 128, "rows": 256} | changes
     baseline = Baseline(name="flashmla.decode", us=other)
     return Time(implementation=name, topk=topk, us=us, p10=us, p90=us, bound=bound, baseline=baseline, **sizes)
 
 
-def test_times_of_another_top_k_are_lines_of_their_own():
+def labels(svg: str) -> list[str]:
+    """Title, legend, headings, and the labels of panels; not the ticks."""
+    texts = [each.text or "" for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return [text for text in texts if text not in ("rows", "us") and not text.replace(",", "").isdigit()]
+
+
+def points(svg: str) -> int:
+    return svg.count("<circle")
+
+
+def test_times_of_another_top_k_have_a_panel_of_their_own():
     wide = [timed("nvidia.native", 320.0), timed("triton.portable", 700.0)]
     narrow = timed("nvidia.native", 88.0, topk=256, bound=10.0, other=84.0)
-    lines = lines_of_times([*wide, narrow, timed("nvidia.native", 1.0, overlap=50)])
-    found = {(line.name, line.topk): line.us for line in lines}
-    assert found == {
-        ("mla_portable, its fastest kernel", 2048): 320.0,
-        ("triton.portable alone", 2048): 700.0,
-        ("flashmla.decode directly", 2048): 412.0,
-        ("mla_portable, its fastest kernel", 256): 88.0,
-        ("flashmla.decode directly", 256): 84.0,
-    }
+    title, svg = picture_of([*wide, narrow, timed("nvidia.native", 1.0, overlap=50)], "A device")
+    assert title == "A device: one call of sparse_decode, fp8_ds_mla, 128 heads (lower is better)"
+    curves = ["mla_portable, its fastest kernel", "flashmla.decode, called directly", "triton.portable", "roofline bound"]
+    assert labels(svg) == [title, *curves, "K 256", "K 2,048"]
+    assert points(svg) == 2 + 3, "of K 256 ours and theirs, of K 2,048 Triton's too, nothing with an overlap"
 
 
-def test_a_time_below_its_bound_is_not_drawn(tmp_path):
-    below = Line("ours", "sparse_decode", "bf16", 128, 2048, 256, us=88.0, bound=180.0)
-    with pytest.raises(InvalidArgument, match=r"88 us for 256 rows, 128 heads, K 2048 by ours.*no less than.*180 us"):
-        plot_lines([below], tmp_path / "times.svg", title="A device")
+def test_a_curve_is_the_fastest_time_of_each_size():
+    times = [timed("slow.v1", 500.0), timed("fast.v1", 320.0, other=400.0), timed("slow.v1", 90.0, rows=1, bound=1.0)]
+    _, svg = picture_of(times, "A device")
+    assert svg == picture_of(times[1:], "A device")[1]
+    assert points(svg) == 4 and "slow" not in svg and "fast.v1" not in svg
+
+
+def test_primitives_have_headings_and_widths_have_panels():
+    decode = timed("nvidia.native", 320.0)
+    select = [timed("a.v1", 20.0, primitive="topk_select", layout=None, heads=None, width=n, bound=1.0) for n in (64, 4096)]
+    title, svg = picture_of([decode, *select], "A device")
+    assert title == "A device: one call, K 2,048 (lower is better)"
+    assert labels(svg)[4:] == ["sparse_decode, fp8_ds_mla", "128 heads", "topk_select", "width 64", "width 4,096"]
+    heights = {float(each) for each in re.findall(r'<text x="[^"]*" y="([^"]*)" font-weight="bold">', svg)}
+    assert len(heights) == 2
+
+
+def test_a_time_below_its_bound_is_not_drawn():
+    below = timed("ours.v1", 88.0, bound=180.0)
+    with pytest.raises(InvalidArgument, match=r"88 us for 256 rows, 128 heads, K 2048 by ours\.v1.*no less than.*180 us"):
+        picture_of([below], "A device")
+    with pytest.raises(InvalidArgument, match="none without an overlap"):
+        picture_of([timed("ours.v1", 88.0, overlap=50)], "A device")
 
 
 H200 = next(path for path in (ROOT / "capability" / "0.1.0").glob("h200-*-e08dc6e5.json.gz"))
@@ -120,12 +131,21 @@ def test_a_run_is_drawn_as_one_line_a_choice(tmp_path):
     words = ["bench", "plot", str(H200), str(path), "--heads", "16,128", "--topk", "2048", "--json"]
     answer = json.loads(CliRunner().invoke(app, words).stdout)
     times = [each for each in read_run(H200).times if each.primitive == "sparse_decode"]
-    mine = [each for each in times if (each.heads, each.layout, each.rows, each.topk) == (16, "bf16", 64, 2048)]
-    assert answer["ok"] and 0 < answer["times"] < len(times) and "<!-- triton.portable alone -->" in path.read_text()
-    drawn = {line.name.partition(" ")[0].rstrip(","): line.us for line in lines_of_times(mine)}
-    assert drawn["mla_portable"] == min(each.us for each in mine) < drawn["triton.portable"] and len(drawn) == 3 < len(mine)
+    mine = [each for each in times if each.heads in (16, 128) and each.topk == 2048]
+    assert answer["ok"] and answer["times"] == len(mine) < len(times)
+    title, *others = labels(path.read_text())
+    assert title == "NVIDIA H200, 2026-11-23: one call of sparse_decode, K 2,048 (lower is better)"
+    assert others[-6:] == ["bf16", "16 heads", "128 heads", "fp8_ds_mla", "16 heads", "128 heads"]
     assert CliRunner().invoke(app, [*words[:4], "--primitive", "gather_upconvert"]).exit_code == 2
-    assert "K 256" not in path.read_text()
+
+
+@pytest.mark.parametrize("words", [["bench", "plot", str(H200)], ["bench", "kernels", "--plot"]])
+@pytest.mark.parametrize("name", ["decode.png", "decode.pdf", "decode"])
+def test_a_picture_of_another_kind_is_refused_before_anything_is_timed(words, name, tmp_path):
+    done = CliRunner().invoke(app, [*words, str(tmp_path / name)])
+    said = " ".join(done.output.replace("│", " ").split())
+    assert done.exit_code == 2 and "must end in .svg" in said and "rsvg-convert" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_costs_are_the_times_of_one_run():

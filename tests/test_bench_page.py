@@ -66,7 +66,7 @@ def test_what_no_run_holds_is_said_to_be_missing(tmp_path: Path) -> None:
 
 def test_a_picture_draws_every_point_inside_of_its_panel() -> None:
     curves = [Curve("ours", ((1, 10.0), (4, 20.0), (256, 320.0))), Curve("bound", ((1, 2.0), (256, 250.0)), dashed=True)]
-    text = panels_svg("a <title>", {"16 heads": curves, "32 heads": curves[:1]}, x="rows", y="us")
+    text = panels_svg("a <title>", {"": {"16 heads": curves, "32 heads": curves[:1]}}, x="rows", y="us")
     root = ET.fromstring(text)
     circles = [
         (float(each.get("cx", "")), float(each.get("cy", ""))) for each in root.iter("{http://www.w3.org/2000/svg}circle")
@@ -79,11 +79,11 @@ def test_a_picture_draws_every_point_inside_of_its_panel() -> None:
     # 1 to 4 to 256: a factor of 4, then of 64, which is three times as far on a logarithmic axis
     assert (first[2][0] - first[1][0]) / (first[1][0] - first[0][0]) == pytest.approx(3, rel=0.01)
     assert "a &lt;title&gt;" in text and text == panels_svg(
-        "a <title>", {"16 heads": curves, "32 heads": curves[:1]}, x="rows", y="us"
+        "a <title>", {"": {"16 heads": curves, "32 heads": curves[:1]}}, x="rows", y="us"
     )
 
 
 @pytest.mark.parametrize("points", [(), ((1, 0.0),), ((0, 1.0),)])
 def test_a_logarithm_of_nothing_is_refused(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ValueError, match="points above 0"):
-        panels_svg("", {"": [Curve("a", points)]}, x="", y="")
+        panels_svg("", {"": {"": [Curve("a", points)]}}, x="", y="")

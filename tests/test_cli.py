@@ -171,9 +171,9 @@ def test_an_unwritable_table_is_refused_before_the_work(tmp_path, monkeypatch, o
 
 def test_an_unwritable_file_of_times_is_refused_before_the_work(monkeypatch):
     monkeypatch.setattr("mla_portable.bench.kernels.time_kernels", lambda *args, **options: pytest.fail("it was timed"))
-    for option in ("--out", "--plot"):
-        done = invoke("bench", "kernels", option, "/proc/nope/times", code=2)
-        assert f"{option} must be a file that can be written (got /proc/nope/times" in done.stderr
+    for option, path in (("--out", "/proc/nope/times"), ("--plot", "/proc/nope/times.svg")):
+        done = invoke("bench", "kernels", option, path, code=2)
+        assert f"{option} must be a file that can be written (got {path}" in done.stderr
 
 
 def test_a_forced_backend_of_another_vendor_is_only_let_go():
@@ -544,7 +544,7 @@ def test_help_and_page_give_the_defaults_that_hold():
 def test_the_page_lists_every_environment_variable():
     sources = [path.read_text() for path in (Path(__file__).parents[1] / "mla_portable").rglob("*.py")]
     used = {name.rstrip("_") for text in sources for name in re.findall(r"MLA_PORTABLE_[A-Z_]+", text)}
-    table = PAGE[PAGE.index("**Environment.**") : PAGE.index("What is stronger")]
+    table = PAGE[PAGE.index("## Environment variables") : PAGE.index("What is stronger")]
     assert used >= {"MLA_PORTABLE_BACKEND", "MLA_PORTABLE_DISABLE", "MLA_PORTABLE_POLICY"}
     listed = {name.rstrip("_") for name in re.findall(r"`(MLA_PORTABLE_[A-Z_]+)", table)}
     assert used - {"MLA_PORTABLE"} <= listed
@@ -642,6 +642,14 @@ def test_warm_fails_where_nothing_serves():
     assert answer["ok"] is False and any("acme" in each["error"] for each in answer["ran"])
 
 
-@pytest.mark.parametrize("words", ["warm --layout fp4", "warm --heads 0", "warm --device cuda:99", "warm --device h200"])
+@pytest.mark.parametrize(
+    "words", ["warm --device cpu --layout fp4", "warm --heads 0", "warm --device cuda:99", "warm --device h200"]
+)
 def test_warm_needs_a_device_that_is_here_and_known_names(words):
     assert invoke(*words.split(), code=2).stderr.startswith("error: ")
+
+
+@pytest.mark.usefixtures("a_bare_machine")
+def test_warm_does_not_take_a_cpu_for_the_device_that_serves():
+    stderr = invoke("warm", code=2).stderr
+    assert "--device must be given where there is no accelerator" in stderr and "compile_all" in stderr

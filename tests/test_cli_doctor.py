@@ -10,6 +10,7 @@ from machines import Costs
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from vendors import Vendor
 
+from mla_portable.cli import diagnosis
 from mla_portable.contracts import Implementation, Primitive, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
@@ -220,3 +221,14 @@ def test_doctor_advises_to_lift_the_force_from_a_backend_for_other_devices():
 def test_doctor_says_once_that_nothing_else_works():
     text = invoke("doctor").stdout
     assert text.count("no other implementation works here") == 1 and "next best" not in text
+    assert f"reference.torch serves all {len(Primitive.all())} primitives (cost 1000 declared)" in text
+    assert text.count("reference.torch") < 4
+
+
+def test_doctor_says_that_there_is_no_accelerator_and_why(monkeypatch):
+    assert "no accelerator: this torch" in invoke("doctor").stdout
+    monkeypatch.setattr(diagnosis, "device_names", lambda device_type: ("cuda:0",))
+    monkeypatch.setattr(Registry, "device_types", lambda self: ("cpu", "cuda"))
+    real = Registry.facts
+    monkeypatch.setattr(Registry, "facts", lambda self, device: real(self, "cpu"))
+    assert "no accelerator" not in invoke("doctor", "--device", "cpu").stdout

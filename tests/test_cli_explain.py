@@ -69,16 +69,20 @@ def test_explain_route():
 
 
 @pytest.mark.parametrize("device", ["h200", "a100", "bi-v150"])
-def test_explain_route_is_ten_lines_with_the_indexer(device, monkeypatch):
+def test_explain_route_is_ten_lines_with_prompts_and_the_indexer(device, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     registry = Registry(environ={}, costs="measured")
     words = ["explain", "route", "--device", device, "--layout", "bf16" if device == "bi-v150" else "fp8_ds_mla"]
     lines = invoke(*words, registry=registry).stdout.splitlines()
-    indexer = document(*words, registry=registry)["indexer"]
+    answer = document(*words, registry=registry)
+    indexer = answer["indexer"]
     assert len(lines) <= 10 and max(map(len, lines)) <= 80
     (row,) = [line.split() for line in lines if line.startswith("  indexer ")]
-    assert row[1] == indexer["chosen"] and indexer["checked"] is False
-    assert ("DeepGEMM is not used" in " ".join(row)) == (device == "h200")
+    own = ["the", "engine's", "own", "DeepGEMM;", "on", "request"] if device == "h200" else []
+    assert row[1 : 2 + len(own)] == [*own, indexer["chosen"]] and indexer["checked"] is False
+    prompts = [line.split()[1] for line in lines if line.startswith("  prompts ")]
+    assert prompts == ([answer["prompts"]["chosen"]] if device != "bi-v150" else []), "no times of other vendors are known"
+    assert device == "bi-v150" or answer["prompts"]["primitive"] == "masked_prefill"
 
 
 def test_explain_route_names_every_part_once_with_its_reason():
@@ -88,20 +92,20 @@ def test_explain_route_names_every_part_once_with_its_reason():
     parts = answer["routes"][0]["parts"]
     roles = [part["role"] for part in parts]
     assert {"convert", "decode", "prefill"} < {*roles}
-    assert any(role.startswith("decode up to ") for role in roles), "a small batch has another winner on this device"
+    assert any(role.startswith("decode <= ") for role in roles), "a small batch has another winner on this device"
     lines = invoke(*words.split(), registry=registry).stdout.splitlines()
     table = lines[[line.split()[:1] == ["part"] for line in lines].index(True) + 1 :]
     for part in parts:
         (row,) = [line for line in table if re.split(r" {2,}", line.strip())[:2] == [part["role"], part["chosen"]]]
         assert row.partition(part["chosen"])[2].strip()
-    small = next(line for line in table if line.startswith("  decode up to "))
+    small = next(line for line in table if line.startswith("  decode <= "))
     assert re.search(r"[\d.]+ us \(\d+ rows\); verified in ", small)
     assert not any("sparse_decode:" in line for line in lines) and any("--all shows" in line for line in lines)
     whole = invoke(*words.split(), "--all", registry=registry).stdout
     titles = ["convert (convert_indices): ", "decode (sparse_decode): ", "prefill (sparse_prefill): "]
-    for title in (*titles, "indexer (indexer_select): "):
+    for title in (*titles, "prompts (masked_prefill): ", "indexer (indexer_select): "):
         assert whole.count(title) == 1
-    assert re.search(r"decode up to \d+ rows \(sparse_decode\): ", whole) and whole.count("nvidia.flashmla_sm100") >= 3
+    assert re.search(r"decode <= \d+ rows \(sparse_decode\): ", whole) and whole.count("nvidia.flashmla_sm100") >= 3
     for route in ("direct", "split", "fused", "upconvert"):
         assert re.search(rf"^  {route} ", whole, re.MULTILINE)
     assert "cost measured: 10 is the fastest" in whole
@@ -133,7 +137,7 @@ def test_explain_for_a_profile_claims_no_more_than_the_declarations():
     assert candidates[answer["chosen"]]["can_run"] is None and candidates[answer["chosen"]]["matrix"] == "not run"
     assert all(each["can_run"] is (False if each["reasons"] else None) for each in candidates.values())
     text = invoke(*words.split(), registry=installed()).stdout
-    assert "BI-V150 (profile bi-v150) is not here: nothing was checked or probed; costs are recorded times" in text
+    assert "BI-V150 (profile bi-v150) is not here: nothing was checked or probed" in text
     assert f"{answer['chosen']} (would be tried first)" in text and "matrix: not run" in text
     assert "chosen" not in text and "can run" not in text
     nvidia = [name for name in candidates if name.startswith("nvidia.")]
@@ -206,7 +210,7 @@ def test_explain_route_asks_what_a_layer_in_vllm_asks():
     answer = document("explain", "route", "--device", "cuda", registry=simulated())
     decode = next(part for part in answer["routes"][0]["parts"] if part["role"] == "decode")["request"]
     assert "rows=256" in decode and "lse" not in decode
-    assert "no lse (--lse)" in invoke("explain", "route", "--device", "cuda", registry=simulated()).stdout
+    assert "no lse;" in invoke("explain", "route", "--device", "cuda", registry=simulated()).stdout
     answer = document(
         *["explain", "route", "--device", "cuda", "--rows", "3", "--query-len", "2", "--lse"], registry=simulated()
     )

@@ -67,17 +67,27 @@ def test_the_reference_passes_at_quick(reference_report):
     assert {r.case.primitive for r in reference_report.results} == set(Primitive.all())
 
 
+def test_every_tolerance_is_exercised(reference_report):
+    measured = {(r.case.primitive, quantity) for r in reference_report.results for quantity in r.errors}
+    assert {(primitive, quantity) for primitive, _, quantity in tolerances()} <= measured
+    assert {primitive for primitive, _, _ in tolerances()} == set(Primitive.all())
+
+
+def test_a_report_is_plain_data(reference_report):
+    data = json.loads(json.dumps(reference_report.as_dict(), allow_nan=False))
+    assert data["totals"]["cases"] == data["totals"]["passed"] == len(data["cases"]) > 200
+    assert data["totals"]["skipped"] == data["totals"]["failed"] == 0 and data["ok"]
+    assert {row["quantity"] for row in data["worst"]} >= {"out", "out cosine", "lse"}
+    model = Model("+inf on empty rows")
+    failing = run_suite(model, "model", device="cpu", level="smoke", primitives=[SPARSE_PREFILL], match="absent")
+    assert failing.failed and json.dumps(failing.as_dict(), allow_nan=False)
+
+
 def test_the_portable_kernels_pass_at_smoke():
     report = run_suite(get_registry(), "triton", device=DEVICE, level="smoke")
     assert report.ok, complaints(report)
     assert not report.unavailable
     assert {r.case.primitive for r in report.results} == set(Primitive.all())
-
-
-def test_every_tolerance_is_exercised(reference_report):
-    measured = {(r.case.primitive, quantity) for r in reference_report.results for quantity in r.errors}
-    assert {(primitive, quantity) for primitive, _, quantity in tolerances()} <= measured
-    assert {primitive for primitive, _, _ in tolerances()} == set(Primitive.all())
 
 
 @pytest.mark.parametrize("variant", [("bf16 probabilities",), ("scales rounded to bf16", "bf16 probabilities")])
@@ -537,13 +547,3 @@ def test_hole_patterns_lie_where_their_names_say():
         "first": [False] + [True] * 8, "last": [True] * 8 + [False], "dense": [False] * 9,
     }  # fmt: skip
     assert hole_mask("absent", 4, 9, g).all(dim=1).tolist()[::2] == [True, True]
-
-
-def test_a_report_is_plain_data(reference_report):
-    data = json.loads(json.dumps(reference_report.as_dict(), allow_nan=False))
-    assert data["totals"]["cases"] == data["totals"]["passed"] == len(data["cases"]) > 200
-    assert data["totals"]["skipped"] == data["totals"]["failed"] == 0 and data["ok"]
-    assert {row["quantity"] for row in data["worst"]} >= {"out", "out cosine", "lse"}
-    model = Model("+inf on empty rows")
-    failing = run_suite(model, "model", device="cpu", level="smoke", primitives=[SPARSE_PREFILL], match="absent")
-    assert failing.failed and json.dumps(failing.as_dict(), allow_nan=False)

@@ -74,7 +74,44 @@ def cost(name: str, **changes: Any) -> float | None:
 def test_the_fastest_costs_ten_and_the_others_in_proportion():
     assert (cost("ours.v1", rows=1), cost("theirs.v1", rows=1)) == (10, 40)
     assert (cost("ours.v1", rows=256), cost("theirs.v1", rows=256)) == (40, 10)
-    assert (cost("ours.v1", rows=200), cost("ours.v1", rows=2)) == (40, 10), "the nearest size, in ratio"
+
+
+def test_times_are_linear_between_two_sizes_and_as_at_the_nearest_beyond():
+    known = MeasuredCosts(
+        times(
+            ("a.v1", FP8, 16, 4, 10.0),
+            ("a.v1", FP8, 16, 16, 40.0),
+            ("a.v1", FP8, 16, 64, 200.0),
+            ("b.v1", FP8, 16, 4, 20.0),
+            ("b.v1", FP8, 16, 16, 32.0),
+            ("b.v1", FP8, 16, 64, 100.0),
+        )
+    )
+
+    def costs(rows: int) -> tuple[float, ...]:
+        return tuple(found[0] for name in ("a.v1", "b.v1") if (found := known(named(name), request(rows=rows))))
+
+    assert costs(0) == costs(1) == costs(4) == (10, 20)
+    assert costs(8) == pytest.approx((20 / 17.33 * 10, 24 / 17.33 * 10), abs=0.02), "17.3 lies between 10 and 32"
+    assert costs(10)[0] < costs(10)[1] and costs(11)[0] > costs(11)[1], "they cross at 10.7 rows"
+    assert costs(64) == costs(1000) == (20, 10)
+    texts = [known(named("a.v1"), request(rows=rows))[1] for rows in (1, 8, 16, 1000)]
+    assert [text.partition("us by rows ")[2] for text in texts] == ["4: 10;", "4: 10, 16: 40;", "16: 40;", "64: 200;"]
+
+
+def test_a_size_that_others_lack_is_no_reason_to_compare_different_work():
+    """Times of prompts depend on the context, so those of one size may not be between those of its neighbours."""
+    known = MeasuredCosts(
+        times(
+            ("a.v1", FP8, 16, 1024, 100.0),
+            ("a.v1", FP8, 16, 2048, 5000.0),
+            ("a.v1", FP8, 16, 4096, 2000.0),
+            ("b.v1", FP8, 16, 1024, 150.0),
+            ("b.v1", FP8, 16, 4096, 3000.0),
+        )
+    )
+    a, b = (known(named(name), request(rows=2048)) for name in ("a.v1", "b.v1"))
+    assert a and b and (a[0], b[0]) == (10, 15)
 
 
 def test_times_that_cannot_be_told_apart_leave_the_choice_to_declared_preferences():
@@ -255,6 +292,35 @@ def test_every_row_that_ships_counts(file: Path):
     (profile,) = [each for each in PROFILES.values() if each.name == found[0].measurement.device]
     assert {each.measurement.matches(profile.device_facts().name) for each in found} == {True}
     assert all(profile.matches(name) for name in found[0].measurement.names)
+
+
+@pytest.mark.parametrize(("device", "share"), [("h200", 0.5), ("h100", 1.0)])
+def test_times_between_sizes_lose_less_than_those_of_the_nearest_size(device: str, share: float):
+    """Every size but the first and the last is left out once: what is chosen then, by the time that was left out."""
+    groups: dict[tuple[Any, ...], list[MeasuredTime]] = {}
+    for file in (path for path in FILES if path.stem == device):
+        for each in parse_costs(file.read_text(encoding="utf-8"))[0]:
+            groups.setdefault((each.primitive, each.layout, each.heads, each.topk), []).append(each)
+    registry = Registry(environ={}, probe=False)
+    offered = {(str(each.primitive), each.name): each for each in registry.implementations()}
+    lost: dict[str, list[float]] = {"between": [], "nearest": []}
+    for (primitive, layout, heads, topk), found in groups.items():
+        sizes = sorted({each.rows for each in found})
+        names = {each.implementation for each in found}
+        able = Support(source="this test", kv_layouts=(layout,) if layout else ())
+        candidates = [replace(offered[primitive, name], support=able) for name in names]
+        facts = PROFILES[device].device_facts()
+        asked = Request(candidates[0].primitive, facts, kv_layout=layout, num_heads=heads, topk=topk)
+        for rows in sizes[1:-1] if len(names) > 1 else ():
+            us = {each.implementation: each.us for each in found if each.rows == rows}
+            costs = MeasuredCosts(each for each in found if each.rows != rows)
+            nearest = min((size for size in sizes if size != rows), key=lambda size: max(size / rows, rows / size))
+            for rule, given in (("between", rows), ("nearest", nearest)):
+                chosen = decide(asked.but(rows=given), candidates, Policy(), costs=costs).chosen
+                assert chosen is not None
+                lost[rule].append(us[chosen] / min(us.values()) - 1)
+    assert len(lost["between"]) >= 40 and max(lost["nearest"]) > 0.1
+    assert sum(lost["between"]) <= share * sum(lost["nearest"]) and max(lost["between"]) <= max(lost["nearest"])
 
 
 def test_a_device_is_found_by_its_name_and_by_its_drivers_name():

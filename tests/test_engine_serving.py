@@ -156,6 +156,16 @@ def test_a_log_in_which_the_plugin_does_not_serve(line: str, tmp_path: Path):
     assert "no line of the plugin" in invoke("doctor", "--engine", str(log), code=1).stdout
 
 
+def test_plain_torch_among_what_serves_is_pointed_out(tmp_path: Path):
+    log = tmp_path / "serve.log"
+    log.write_text(VLLM_LOG.replace("sparse_decode nvidia.native", "sparse_decode reference.torch"))
+    text = " ".join(invoke("doctor", "--engine", str(log)).stdout.split())
+    assert "plain torch (reference.torch) serves sparse_decode, which is slow" in text and "mla_portable serves there" in text
+    log.write_text(VLLM_LOG)
+    text = invoke("doctor", "--engine", str(log)).stdout
+    assert "plain torch" not in text and "unknown" not in text and f"log     {log}" in text.replace("\n", "")[:400]
+
+
 def test_a_label_is_read_as_prometheus_escapes_it():
     escaped = r'mla_portable_serves{device="a \"b\" \\ c, d=e}",implementation="x.y",primitive="sparse_decode"} 1.0'
     assert in_metrics(escaped) == (Serving("sparse_decode", "x.y", r'a "b" \ c, d=e}'),)

@@ -167,6 +167,23 @@ def test_sglang_and_lmdeploy_decode_v4_over_a_window_and_a_compressed_cache(back
         assert_out(out[:, 0], wanted.out)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_sglang_decodes_rows_without_a_rotary_part(backend: str):
+    """GLM-5.3-Flash: the head of V32 rows, told by their name from V41's, in one cache and in two."""
+    cache, rows = v32_cache(draw(32, 576, seed=1, spread=0.3), 16)
+    extra_cache, extra_rows = v32_cache(draw(8, 576, seed=4, spread=0.3), 4)
+    q, indices, extra = draw(2, 1, 3, 512, seed=2).to(BF16), picked(2, 1, 9, below=32, seed=3), picked(2, 1, 5, below=8, seed=5)
+    lists = [(rows[:, :512], indices[:, 0], None), (extra_rows[:, :512], extra[:, 0], None)]
+    second = {"extra_k_cache": extra_cache[..., :528].contiguous(), "extra_indices_in_kvcache": extra}
+    for more, wanted in (({}, lists[:1]), (second, lists)):
+        with mla_portable.use(backend):
+            out, _ = flash_mla.flash_mla_with_kvcache(
+                q, cache[..., :528].contiguous().view(E4M3), None, None, 512, flash_mla.get_mla_metadata()[0],
+                is_fp8_kvcache=True, indices=indices, use_legacy=True, kv_format="V32_NO_ROPE", **more,
+            )  # fmt: skip
+        assert_out(out[:, 0], attend(q[:, 0], wanted, 512**-0.5).out)
+
+
 def test_queries_without_a_rotary_part_over_v32_rows():
     """FlashMLA takes no such call; rows of 656 bytes hold a latent of 512 with its scales."""
     cache, rows = v32_cache(draw(32, 576, seed=1, spread=0.3), 16)
@@ -654,7 +671,7 @@ DECODE_REFUSALS: dict[str, list[Any]] = {
         zeros(2, 3, 0, 576), zeros(2, 3, 4, 1152)[..., ::2],
     ],
     "k_cache": [
-        None, *NO_TENSORS, zeros(6, 16, 656, dtype=UINT8), zeros(6, 16, 2, 656, dtype=UINT8), zeros(6, 16, 1, 528, dtype=UINT8),
+        None, *NO_TENSORS, zeros(6, 16, 656, dtype=UINT8), zeros(6, 16, 2, 656, dtype=UINT8), zeros(6, 16, 1, 288, dtype=UINT8),
         zeros(6, 16, 1, 656, dtype=torch.float16), zeros(6, 32, 1, 656, dtype=UINT8)[:, ::2], zeros(6, 0, 1, 656, dtype=UINT8),
         on_a_gpu(6, 16, 1, 656, dtype=UINT8),
     ],
@@ -762,8 +779,9 @@ SECOND = {"extra_indices_in_kvcache": zeros(2, 3, 8, dtype=INT32)}
         ({"extra_indices_in_kvcache": zeros(2, 3, 8, dtype=INT32)}, "Pass the cache that it names slots of"),
         ({"extra_topk_length": zeros(2, dtype=INT32)}, "Pass the cache that it names slots of"),
         ({"extra_k_cache": zeros(6, 16, 1, 584, dtype=UINT8), **SECOND}, "the layout of k_cache, fp8_ds_mla"),
-        ({"k_cache": zeros(6, 16, 1, 528, dtype=UINT8)}, "rows of 528"),
-        ({"kv_format": "V32_NO_ROPE"}, "stored in rows of V32"),
+        ({"k_cache": zeros(6, 16, 1, 528, dtype=UINT8)}, "kv_format: got None for rows of 528 bytes, expected 'V32_NO_ROPE'"),
+        ({"kv_format": "V32_NO_ROPE"}, "V32_NO_ROPE for rows of 528 bytes"),
+        ({"k_cache": zeros(6, 16, 1, 528, dtype=UINT8), "kv_format": "V41"}, "V32, V32_NO_ROPE, V4, which have kernels here"),
         ({"kv_format": "V4"}, "V4 for rows of 584 bytes"),
         ({"enable_batch_invariant": True}, "batch_invariant"),
         ({"k_cache": zeros(6, 16, 1, 576), "is_fp8_kvcache": True}, "False for a cache of torch.bfloat16"),

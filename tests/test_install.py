@@ -18,7 +18,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 NO_TORCH = "requirements-no-torch.txt"
-FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "matplotlib", "prometheus_client"}
+FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "prometheus_client"}
 """What the core imports and such an installation leaves alone. The last three are used where they are installed."""
 BESIDE_AN_ENGINE = ("bench", "capability", "cli", "conformance")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -96,6 +96,11 @@ def test_every_page_gives_the_same_command() -> None:
     assert given >= {"README.md", "Dockerfile", "deploy.md", "iluvatar.md", "gpu.yml"}
     other = [line for path in pages for line in path.read_text().splitlines() if "pip install --no-deps -e" in line]
     assert all(command in line for line in other), other
+
+
+def test_a_container_starts_as_the_engine_s_own_image_does() -> None:
+    words = [line.split()[0] for line in (ROOT / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    assert words == ["ARG", "FROM", "ARG", "ARG", "COPY", "RUN"], "ENTRYPOINT, CMD, WORKDIR, USER and ENV stay the image's"
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-vllm.txt", "requirements-sglang.txt"])

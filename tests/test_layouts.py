@@ -16,6 +16,7 @@ from mla_portable.layouts import (
     BF16,
     BF16_NOPE,
     FP8_DS_MLA,
+    FP8_NOPE,
     FP8_V4,
     INDEX,
     INDEX_BF16,
@@ -63,7 +64,9 @@ def test_offsets_are_those_of_the_published_row():
     assert (INDEX_BF16.row_bytes, INDEX_BF16.key_width, INDEX_BF16.rope_width, INDEX_BF16.is_quantized) == (256, 128, 0, False)
     assert (FP8_V4.row_bytes, FP8_V4.row_pitch, FP8_V4.apart_bytes, FP8_V4.key_width, FP8_V4.alignment) == (584, 576, 8, 512, 8)
     assert FP8_V4.workspace is BF16_NOPE and FP8_V4.rope_width == 0
-    assert set(layout_names()) == {"bf16", "fp8_ds_mla", "bf16_nope", "fp8_v4"} and layout_names(INDEX) == (
+    assert (FP8_NOPE.row_bytes, FP8_NOPE.row_pitch, FP8_NOPE.scale_offset, FP8_NOPE.alignment) == (528, 528, 512, 4)
+    assert FP8_NOPE.workspace is BF16_NOPE and (FP8_NOPE.rope_width, FP8_NOPE.key_width) == (0, 512)
+    assert set(layout_names()) == {"bf16", "fp8_ds_mla", "bf16_nope", "fp8_nope", "fp8_v4"} and layout_names(INDEX) == (
         "index_bf16",
         "index_fp8",
     )
@@ -71,11 +74,31 @@ def test_offsets_are_those_of_the_published_row():
         "bf16": BF16,
         "fp8_ds_mla": FP8_DS_MLA,
         "bf16_nope": BF16_NOPE,
+        "fp8_nope": FP8_NOPE,
         "fp8_v4": FP8_V4,
         "index_bf16": INDEX_BF16,
         "index_fp8": INDEX_FP8,
     }
     assert known == LAYOUTS
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "amax"])
+def test_a_row_without_a_rotary_part_is_the_head_of_one_with_it(scale_format: str):
+    g = torch.Generator().manual_seed(4)
+    latent, rope = torch.randn(7, 512, generator=g) * 3, torch.randn(7, 64, generator=g)
+    rows, whole = FP8_NOPE.pack(latent, rope[:, :0], scale_format), FP8_DS_MLA.pack(latent, rope, scale_format)
+    assert rows.shape == (7, 528) and torch.equal(rows, whole[:, :528])
+    want = FP8_DS_MLA.unpack(whole, torch.float64)[:, :512]
+    for cut in (rows, whole[:, :528], rows.view(7, 1, 528)):
+        assert torch.equal(FP8_NOPE.unpack(cut, torch.float64).view(7, 512), want)
+    assert torch.equal(exact.latent(rows), want) and exact.rope(rows).shape == (7, 0)
+    cache = torch.zeros(3, 4, 528, dtype=torch.uint8)
+    slots = torch.tensor([11, 0, -1, 5, 12, 4, 7])
+    mla_portable.cache_write(latent.bfloat16(), rope[:, :0].bfloat16(), cache, slots, scale_format=scale_format)
+    written = (slots >= 0) & (slots < 12)
+    kept = FP8_NOPE.pack(latent.bfloat16(), rope[:, :0], scale_format)[written]
+    assert torch.equal(cache.view(12, 528)[slots[written]], kept)
+    assert int((cache.view(12, 528) != 0).any(dim=1).sum()) == 5
 
 
 def test_a_page_of_v4_is_rows_and_then_scales():

@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from mla_portable.capability.run import EngineTime, Run, runs_in
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs/dev", ROOT / "capability", *ROOT.glob("backends/*"), *ROOT.glob("examples/*"))
@@ -21,7 +24,7 @@ BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 NOT_RUN = {
     r"\bpip (install|uninstall|wheel)\b|python3 -m venv": "installs or removes packages: ci/install and .ci/run do it",
     r"\bcurl\b|serve\.log|^ray start": "needs a server, or several nodes",
-    r"\bvllm serve\b|\bsglang\.launch_server\b|ci/gpu_vllm": "needs an engine and a GPU",
+    r"\bvllm serve\b|\bsglang\.launch_server\b|ci/gpu_vllm|ci/vllm_own": "needs an engine and a GPU",
     r"^ci/(gpu|contribute)|--device cuda|--graph|conform nvidia": "needs a GPU",
     r"^mla-portable bench |\bmla-portable tune": "minutes on a CPU: tests/test_bench_command.py, tests/test_tune.py",
     r"^mla-portable conform triton|_triton\.compile_all": "minutes on a CPU: ci/conformance, ci/compile",
@@ -111,17 +114,47 @@ def test_every_link_leads_somewhere() -> None:
     assert not missing
 
 
+def recorded_rank_times(runs: Iterable[Run]) -> dict[tuple[str, int], tuple[float, float]]:
+    """(row, heads) -> times of stock and of the plugin of DeepSeek-V3.2 in the newest run that has them."""
+    times = next((run.engine_times for run in sorted(runs, key=lambda run: run.date, reverse=True) if run.engine_times), [])
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for each in times:
+        if each.quantity != "layer" and "," not in each.engine:  # another model's name follows a comma
+            prompts = f"{each.requests} x {each.tokens:,}"
+            row = prompts if each.quantity == "first_token" else str(each.requests)
+            found.setdefault((row, each.heads), {})[each.backend] = each.us
+    return {row: (both["stock"], both["plugin"]) for row, both in found.items() if both.keys() >= {"stock", "plugin"}}
+
+
 def rank_times() -> dict[tuple[str, int], tuple[float, float]]:
-    """(row, heads) -> milliseconds of stock and of the plugin, from docs/vllm.md."""
+    """(row, heads) -> times of stock and of the plugin: those of a run, otherwise those of the table in docs/vllm.md."""
     table = re.search(r"^\| \| 16 heads, stock .*?\n\n", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert table is not None
-    found: dict[tuple[str, int], tuple[float, float]] = {}
+    found = recorded_rank_times(run for _, run in runs_in(ROOT / "capability"))
+    assert bool(found) != bool(table), "docs/benchmarks.md has the table of a run, so docs/vllm.md must link to it instead"
+    if table is None:
+        return found
     for line in table.group().strip().splitlines()[2:]:
         name, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
         numbers = [float(cell.replace(",", "")) for cell in cells]
         short = re.sub(r"first token of | tokens, ms|a decode step of | requests?.*", "", name)
         found[short, 16], found[short, 128] = (numbers[0], numbers[1]), (numbers[2], numbers[3])
     return found
+
+
+def test_rank_times_of_a_run() -> None:
+    def time(engine: str, backend: str, us: float, **named: Any) -> EngineTime:
+        given = {"quantity": "first_token", "heads": 16, "requests": 2, "tokens": 4000, "kernels": ""} | named
+        return EngineTime.model_validate({"engine": engine, "backend": backend, "us": us, **given})
+
+    times = [
+        time("vllm 0.26.0", "stock", 8.0),
+        time("vllm 0.26.0", "plugin", 4.0),
+        time("vllm 0.30, GLM-5.3-Flash", "plugin", 1.0),
+    ]
+    times += [time("vllm 0.26.0", name, us, quantity="decode") for name, us in (("stock", 3.0), ("plugin", 2.0))]
+    plain = next(run for _, run in runs_in(ROOT / "capability"))
+    run = plain.model_copy(update={"engine_times": times})
+    assert recorded_rank_times([plain, run]) == {("2 x 4,000", 16): (8.0, 4.0), ("2", 16): (3.0, 2.0)}
 
 
 def test_the_gain_in_the_readme_is_that_of_the_times() -> None:
@@ -169,11 +202,12 @@ def messages(tree: ast.AST) -> Iterator[str]:
             yield re.sub(r"%[sdg]", "...", node.value)
 
 
-@pytest.mark.parametrize(("name", "least"), [("vllm", 20), ("sglang", 7)])
-def test_quoted_messages_exist_in_the_code(name: str, least: int) -> None:
+@pytest.mark.parametrize(("engine", "least"), [("vLLM", 25), ("SGLang", 8)])
+def test_quoted_messages_exist_in_the_code(engine: str, least: int) -> None:
     """The first column of an engine's tables of messages, but for those of others; `...` stands for values."""
-    page = (ROOT / "docs" / f"{name}.md").read_text()
-    cells = re.findall(r"^\| (`.*?) \| ", page[page.index("## Troubleshooting") :], flags=re.MULTILINE)
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    sections = [each for each in text.split("\n## ") if each.startswith(engine)]
+    cells = re.findall(r"^\| (`.*?) \| ", "\n".join(sections), flags=re.MULTILINE)
     found = [each for cell in cells for each in re.findall(r"`([^`]+)`( \((?:vLLM|DeepGEMM|Triton)'s\))?", cell)]
     known = "\n".join(text for path in (ROOT / "mla_portable").rglob("*.py") for text in messages(ast.parse(path.read_text())))
     pieces = {

@@ -21,7 +21,7 @@ from mla_portable.contracts import (
     split_kv,
 )
 from mla_portable.contracts.split_kv import SplitSchedules
-from mla_portable.layouts import FP8_DS_MLA, FP8_V4, CacheLayout
+from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE, FP8_V4, CacheLayout
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.primitives.sparse_decode import reference
@@ -69,7 +69,7 @@ def merged(arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return out * torch.sigmoid(lse - sink).unsqueeze(-1), lse
 
 
-@pytest.mark.parametrize(("layout", "width"), [(FP8_V4, 512), (FP8_DS_MLA, 576), (FP8_DS_MLA, 512)])
+@pytest.mark.parametrize(("layout", "width"), [(FP8_V4, 512), (FP8_NOPE, 512), (FP8_DS_MLA, 576), (FP8_DS_MLA, 512)])
 def test_the_reference_attends_to_the_union(layout: CacheLayout, width: int):
     arguments = drawn(layout, width)
     out, lse = mla_portable.sparse_decode(**arguments, softmax_scale=SCALE, backend="reference")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import invoke
-from machines import A100, H200
+from machines import A100, CPU, H200
 from recorder import Recorder, registry_of
 
 from mla_portable.contracts import DeviceFacts
@@ -100,6 +100,7 @@ def test_what_would_serve(install: Install):
     }
     assert all(c.served_by == "sparse_decode recorder.tape, sparse_prefill recorder.tape" for c in found.choices)
     assert "DeepGEMM does not support sm80" in found.indexer and "indexer_logits_ragged recorder.tape" in found.indexer
+    assert status(CPU).indexer == "not known on a CPU; ask on the device that serves"
     assert "scored by DeepGEMM for sm90" in status(H200).indexer
     assert status(H200, MLA_PORTABLE_SGLANG_INDEXER="on").indexer.endswith("MLA_PORTABLE_SGLANG_INDEXER=on")
     assert found.as_dict()["choices"][0]["kv_layout"] == "fp8_ds_mla"

@@ -127,6 +127,49 @@ def test_a_circle_is_found():
     assert circles(arrows) == {frozenset({"b", "c"})}
 
 
+def private_imports(path: Path, package: str) -> set[str]:
+    """What a file imports, of this project, whose name begins with an underscore and which is of another package.
+
+    package: the file's own, with dots. What is below it is its own as well.
+    """
+    found = set[str]()
+    for module in imported_modules(path):
+        parts = module.split(".")
+        private = next((i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")), None)
+        if parts[0].startswith("mla_portable") and private is not None:
+            owner = ".".join(parts[:private])
+            if not (owner == package or owner.startswith(f"{package}.") or package.startswith(f"{owner}.")):
+                found.add(module)
+    return found
+
+
+SOURCES = {
+    path: ".".join(path.parent.relative_to(top).parts)
+    for top in (ROOT, *sorted(ROOT.glob("backends/*/src")), *sorted(ROOT.glob("examples/*/src")))
+    for path in sorted((CORE if top == ROOT else top).rglob("*.py"))
+}
+"""Every module of the project -> its package."""
+
+
+def test_private_names_stay_in_their_package():
+    found = {str(path.relative_to(ROOT)): private_imports(path, package) for path, package in SOURCES.items()}
+    assert len(found) > 100 and {name: imported for name, imported in found.items() if imported} == {}
+
+
+def test_a_private_name_of_another_package_is_found(tmp_path: Path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import mla_portable.primitives._indexer, torch._C\n"
+        "from mla_portable.contracts.rules import _STRIDED, check_cache\n"
+        "from mla_portable import __version__\n"
+    )
+    assert private_imports(path, "mla_portable.attention") == {
+        "mla_portable.primitives._indexer",
+        "mla_portable.contracts.rules._STRIDED",
+    }
+    assert private_imports(path, "mla_portable.primitives") == {"mla_portable.contracts.rules._STRIDED"}
+
+
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_plugin_imports_the_contracts_alone(plugin: str):
     for path in (ROOT / "backends" / plugin / "src").rglob("*.py"):

@@ -23,9 +23,9 @@ def layer_of(layout: str, **changes) -> SparseMLAAttention:
     return SparseMLAAttention(spec, device=DEVICE, registry=REGISTRY, backend="triton")
 
 
+@pytest.mark.parametrize("layout", ["bf16_nope", "fp8_nope"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_step_without_a_rotary_part_is_the_oracles(route: str):
-    layout = "bf16_nope"
+def test_a_step_without_a_rotary_part_is_the_oracles(route: str, layout: str):
     name = "decodes and prefills in chunks"
     layer = layer_of(layout, route=route, decode_query_len=BATCHES[name][1])
     assert {part.decision.chosen for part in layer.route_decision.verdict.parts} == {"triton.portable"}

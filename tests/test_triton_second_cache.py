@@ -35,12 +35,15 @@ PAGED = {"block_size": 16, "extra_block_size": 2}
 CASES = [
     DecodeParams(kv="fp8_v4", scale_format="pow2", query_len=2, **PAGED, **TWO_LISTS),
     DecodeParams(kv="fp8_ds_mla", scale_format="amax", query_len=1, **PAGED, **TWO_LISTS),
+    DecodeParams(kv="fp8_nope", scale_format="amax", query_len=2, **PAGED, **TWO_LISTS),
     DecodeParams(kv="bf16", scale_format=None, query_len=2, **PAGED, **TWO_LISTS),
     PrefillParams(kv="fp8_v4", scale_format="pow2", query_len=None, block_size=53, extra_block_size=256, **TWO_LISTS),
     PrefillParams(
         kv="workspace_bf16_nope", scale_format=None, query_len=None, block_size=None, **(TWO_LISTS | {"blocks": "packed"})
     ),
     DecodeParams(kv="fp8_v4", scale_format="pow2", query_len=1, heads=2, topk=64, rows=3, block_size=1, pattern="corpus"),
+    DecodeParams(kv="fp8_nope", scale_format="pow2", query_len=1, heads=2, topk=64, rows=3, block_size=3, pattern="corpus"),
+    PrefillParams(kv="fp8_nope", scale_format="amax", query_len=None, block_size=53, extra_block_size=256, **TWO_LISTS),
     DecodeParams(kv="fp8_ds_mla", scale_format="amax", query_len=1, heads=2, topk=64, rows=3, block_size=16, nope=True),
 ]
 

@@ -367,7 +367,7 @@ class LLM:
         if os.environ["MLA_PORTABLE_VLLM"] != "off":
             here = find_spec("vllm.third_party.deep_gemm") is not None
             print("mla_portable serves 2 layers on x by route fused: sparse_decode triton.portable; cache")
-            print(f"the DSA indexer is mla_portable's, fused, because DeepGEMM is {here}", flush=True)
+            print(f"the DSA indexer is mla_portable's (fused): DeepGEMM is {here}", flush=True)
         drawn = torch.Generator().manual_seed(1)
         codes = torch.randn((64, 128), generator=drawn).to(torch.float8_e4m3fn).view(torch.uint8).flatten()
         pages = torch.cat([codes, torch.ones(64).view(torch.uint8)]).view(1, 64, 132)
@@ -413,7 +413,7 @@ def test_a_whole_run_is_judged(kit: Any, tmp_path: Path, monkeypatch: pytest.Mon
         "3 selections, 3 of more keys than top-k, off by 0.0e+00 of a logit; against stock's 0 of 12 positions of 3 differ"
         in text
     )
-    assert "indexer mla_portable's, fused, because DeepGEMM is False" in text
+    assert "indexer mla_portable's (fused): DeepGEMM is False" in text
     status, text = report("alone", "bare-fp8-h16-eager")
     assert status == 0 and "without stock; 3 selections" in text, text
     monkeypatch.setenv("WORST", "1")

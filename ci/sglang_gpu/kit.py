@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_gpu"))
+
+from run_logged import run_logged
 
 HERE = Path(__file__).parent
 
@@ -74,18 +77,10 @@ def run(job: Job, out: Path, end: float) -> str:
         mine["SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"] = "0"
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     begin = time.monotonic()
-    with (out / f"{job.name}.log").open("w") as log:
-        first = [] if job in ENGINES else [str(HERE / "process.py")]
-        command = [sys.executable, *first, str(HERE / job.program), *job.arguments]
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **caches, **told, **mine, "PYTHONPATH": path}
-        )
-        try:
-            status = f"exit {process.wait(seconds)}"
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            status = "ran out of time"
+    first = [] if job in ENGINES else [str(HERE / "process.py")]
+    command = [sys.executable, *first, str(HERE / job.program), *job.arguments]
+    environ = {**os.environ, **caches, **told, **mine, "PYTHONPATH": path}
+    status = run_logged(command, out / f"{job.name}.log", environ, seconds)
     print(f"{job.name:32} {time.monotonic() - begin:5.0f} s  {status}", flush=True)
     return status
 
@@ -99,7 +94,9 @@ def words(found: dict[str, Any]) -> str:
     """What a line of the report says behind its name."""
     left_out = {"name", "arch", "passed"}
     return "  ".join(
-        f"{key} {value:.2g}" if isinstance(value, float) and key.startswith(("from", "stock_from")) else f"{key} {value}"
+        f"{key} {value:.2g}"
+        if isinstance(value, float) and key.startswith(("from", "stock_from"))
+        else f"{key.replace('not_run', 'not run:')} {value}"
         for key, value in found.items()
         if key not in left_out
     )
@@ -124,7 +121,7 @@ def main() -> int:
     with ThreadPoolExecutor(max(1, len(beside))) as pool:
         ended |= dict(zip((job.name for job in beside), pool.map(lambda job: run(job, out, end), beside), strict=True))
     lines: list[str] = []
-    failed = 0
+    failed = not_run = 0
     for job in jobs:
         found = told(job, out)
         kernels = out / f"{job.name}.kernels"
@@ -136,6 +133,7 @@ def main() -> int:
         for each in found:
             word = {True: "ok  ", False: "FAIL", None: "    "}[each["passed"]]
             failed += each["passed"] is False
+            not_run += "not_run" in each
             lines.append(f"{word} {each['name']:58} {words(each)}")
     if args.engine:
         from tokens import judge_engines
@@ -143,7 +141,7 @@ def main() -> int:
         for passed, line in judge_engines({job.name: told(job, out) for job in jobs}):
             failed += not passed
             lines.append(f"{'ok  ' if passed else 'FAIL'} {line}")
-    lines.append(f"{failed} failed")
+    lines.append(f"{failed} failed, {not_run} not run")
     text = "\n".join(lines)
     (out / "report.txt").write_text(text + "\n")
     print(text)

@@ -67,7 +67,6 @@ def _rehearse(arch: str) -> None:
     from sglang.kernels.jit.utils import arch as jit
 
     jit.get_jit_cuda_arch()
-    import older_ptx
     import rehearse
 
     loaded = Path(os.environ["MLA_GPU_SGLANG_KERNELS"])
@@ -75,7 +74,6 @@ def _rehearse(arch: str) -> None:
     rehearse.hide(rehearse.PACKAGES["flashmla"] + rehearse.PACKAGES["deep_gemm"])
     rehearse.report_to_torch(gpu)
     rehearse.compile_for(gpu, loaded)
-    older_ptx.load_native_ptx_instead(10 * gpu.capability[0] + gpu.capability[1], loaded)
 
 
 def tell(name: str, **found: Any) -> None:
@@ -89,18 +87,40 @@ def tell(name: str, **found: Any) -> None:
 
 @contextmanager
 def trying(name: str, found: dict[str, Any]) -> Iterator[None]:
-    """Tell of the block what it put into `found`; one that raises has failed, with the error's words."""
+    """Tell of the block what it put into `found`; one that raises has failed, with the error's words.
+
+    What is skipped, or needs a package of someone else that is not installed, was not run: neither passed nor failed.
+    """
     from unittest import SkipTest
 
     try:
         yield
     except SkipTest as reason:
-        tell(name, passed=None, skipped=str(reason)[:300], **found)
+        tell(name, **{**found, "passed": None, "not_run": str(reason)[:300]})
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] in ("sglang", "mla_portable"):
+            traceback.print_exc()
+            tell(name, **{**found, "passed": False, "error": str(error)})
+        else:
+            tell(name, **{**found, "passed": None, "not_run": str(error)})
     except Exception as error:  # the next case says whether the device still works
         traceback.print_exc()
-        tell(name, passed=False, error=f"{type(error).__name__}: {error}"[:600], **found)
+        tell(name, **{**found, "passed": False, "error": f"{type(error).__name__}: {error}"[:600]})
     else:
         tell(name, **{"passed": True, **found})
+
+
+@contextmanager
+def refused(words: str, found: dict[str, Any]) -> Iterator[None]:
+    """SGLang itself refuses the block, with an assertion of these words. Where it no longer does, the plan has to change."""
+    try:
+        yield
+    except AssertionError as error:
+        if words not in str(error):
+            raise
+        found["refused_by_sglang"] = str(error)[:100]
+    else:
+        raise RuntimeError(f"SGLang was expected to refuse this with {words!r}")
 
 
 if __name__ == "__main__":

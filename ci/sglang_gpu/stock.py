@@ -18,12 +18,19 @@ from mla_portable.sglang import places
 METHODS = (places.SPARSE, places.KV, places.FA3)
 
 
+class StockNotAvailable(RuntimeError):
+    """What SGLang's method calls is a stand-in: there is no result, and no time of it means anything."""
+
+
 def backend_class() -> Any:
     return import_module(places.BACKEND_MODULE).DeepseekSparseAttnBackend
 
 
 def stock_call(backend: Any, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Callable[[], Tensor]:
-    """A function that runs SGLang's own method. With `_forward_flashmla_kv`, FlashMLA's schedule is made now."""
+    """A function that runs SGLang's own method. With `_forward_flashmla_kv`, FlashMLA's schedule is made now.
+
+    It raises StockNotAvailable where a library is not there, and a stand-in for it answers.
+    """
     method = getattr(backend_class(), name).__wrapped__
     bound = inspect.signature(method).bind(backend, *arguments, **named)
     if name == places.KV:
@@ -31,7 +38,14 @@ def stock_call(backend: Any, name: str, arguments: tuple[Any, ...], named: dict[
         plan = backend_class()._compute_flashmla_metadata.__wrapped__
         made = plan(backend, cache_seqlens=metadata.dsa_cache_seqlens_int32, seq_len_q=1)
         bound.arguments["metadata"] = replace(metadata, flashmla_metadata=made)
-    return lambda: method(*bound.args, **bound.kwargs)
+
+    def call() -> Tensor:
+        out = method(*bound.args, **bound.kwargs)
+        if not isinstance(out, Tensor):
+            raise StockNotAvailable(f"what {name} calls is not installed, a {type(out).__name__} stands for it")
+        return out
+
+    return call
 
 
 @dataclass
@@ -66,6 +80,8 @@ def beside_stock(*, also_stock: bool = True) -> Iterator[Beside]:
                 try:
                     found.stock.append(stock_call(backend, name, arguments, named)())
                     torch.cuda.synchronize()
+                except StockNotAvailable as reason:
+                    found.stock.append(f"not available: {reason}")
                 except Exception as error:  # no such library, or a shape that it refuses: said in the report
                     found.stock.append(f"{type(error).__name__}: {error}"[:200])
             else:

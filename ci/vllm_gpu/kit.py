@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +40,7 @@ from jobs import (
     tensor_parallel,
 )
 from judge import Done
+from run_logged import run_logged
 
 from mla_portable.capability.run import Comparison, EngineTime
 from mla_portable.cli.recording import recorder
@@ -66,14 +63,7 @@ def run_job(job: Job, out: Path, checkpoints: Path, end: float) -> Done | None:
     given.write_text(json.dumps(asdict(job)))
     command = [sys.executable, str(ENGINE), str(given), str(result), str(checkpoints)]
     begin, environ = time.monotonic(), job.process_environ(out)
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
-        status = "ran out of time"
-        with suppress(subprocess.TimeoutExpired):
-            status = f"exit {process.wait(seconds)}"
-        with suppress(ProcessLookupError):  # the workers that it leaves behind
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    status = run_logged(command, log, environ, seconds)
     text = log.read_text(errors="replace")
     served, indexer = ("; ".join(dict.fromkeys(pattern.findall(text))) for pattern in (_SERVES, _INDEXER))
     error = "" if status == "exit 0" and result.exists() else "\n".join([status, *errors_of(text)])

@@ -4,7 +4,8 @@
 As on the older GPU are
 - its name, compute capability and shared memory, as torch and NVML report them, and with them all that torch, Triton, vLLM and
   mla_portable conclude;
-- every Triton kernel, vLLM's own included: it is compiled for that architecture, and only its PTX for the chip (`older_ptx`);
+- every Triton kernel, vLLM's own included, and every native kernel of mla_portable_nvidia: they are compiled for that
+  architecture, and only their PTX for the chip (`older_ptx`);
 - packages: a hidden one cannot be imported or loaded, one that refuses can be imported and its kernels raise.
 
 As on the GPU that is there are its memory, number of SMs and speed, and code that was compiled ahead: torch, cuBLAS and vLLM's
@@ -95,11 +96,12 @@ def report_to_torch(gpu: OlderGPU) -> None:
 
 
 def compile_for(gpu: OlderGPU, loaded: Path) -> None:
-    """Triton compiles for `gpu` and allows a kernel no more shared memory than it has."""
+    """Triton and the native kernels compile for `gpu`, and Triton allows a kernel no more shared memory than it has."""
     import older_ptx
 
     major, minor = gpu.capability
     older_ptx.load_ptx_instead(10 * major + minor, loaded)
+    older_ptx.load_native_ptx_instead(10 * major + minor, loaded)
     utils = older_ptx.triton_driver.active.utils
     read: Callable[[int], dict[str, int]] = utils.get_device_properties
     utils.get_device_properties = lambda device: {**read(device), "max_shared_mem": gpu.shared_memory[0]}

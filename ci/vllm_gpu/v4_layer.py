@@ -5,9 +5,10 @@ Each call is what a layer does between its projections: lists, decode or prompts
 timed as replays of CUDA graphs with L2 flushed, in turns. What the first layer of a step makes for the others is made before:
 vLLM's schedule, our list of requests.
 
-    ci/gpu_vllm --v4-layer [--kinds window,selected,all] [--heads 8,16,32,64,128] [--budget SECONDS] [--json FILE]
+    ci/gpu_vllm --v4-layer [--kinds window,selected,all] [--heads 8,16,32,64,128] [--seed S] [--budget SECONDS] [--json FILE]
 
-With `--cpu`, small batches of ours alone are compared with float64.
+With `--cpu`, small batches of ours alone are compared with float64. Exit status 1: a row of ours is wrong, or there was no time
+for one; 2: wrong arguments.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from mla_portable.bench.timing import captured, measure_in_turns
 from mla_portable.vllm import settings
 from mla_portable.vllm.v4 import choice
 from mla_portable.vllm.v4.kinds import keep_for_graph
+from mla_portable.vllm.v4.layer import HEADS
 
 TARGETS: Final = {8: 1.5, 16: 1.5, 64: 1.0}
 """Heads -> stock's time of a decode in units of ours that is aimed at."""
@@ -88,12 +90,12 @@ class Row:
         return f"{self.kind:9} {self.heads:4} heads  {self.batch:18} {times:44} {errors}"
 
 
-def compare(caches: Caches, heads: int, batch: Batch, config: Any, *, stock: bool) -> Row:
-    """One row. stock: run vLLM's own class, too, and time both."""
+def compare(caches: Caches, heads: int, batch: Batch, config: Any, *, stock: bool, seed: int) -> Row:
+    """One row. seed: of the step; that of the caches is theirs. stock: run vLLM's own class, too, and time both."""
     device = caches.sizes.device
     decodes = batch.requests if batch.is_decode else 0
     lens = [batch.query] * batch.requests, [batch.length] * batch.requests
-    step = make_step(caches, heads, *lens, num_decodes=decodes, schedules=stock)
+    step = make_step(caches, heads, *lens, num_decodes=decodes, schedules=stock, seed=seed)
     sample = torch.linspace(0, len(step.q) - 1, min(_CHECKED, len(step.q))).long().tolist()
     errors: list[float] = []
     calls: list[Callable[[], object]] = []
@@ -144,7 +146,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=480, help="seconds; rows that do not fit are named")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--cpu", action="store_true", help="small batches of ours alone, against float64")
+    parser.add_argument("--seed", type=int, default=1, help="of caches, queries, block tables and selections")
     args, begin = parser.parse_args(words), time.monotonic()
+    chosen_kinds, chosen_heads = args.kinds.split(","), args.heads.split(",")
+    if unknown := [kind for kind in chosen_kinds if kind not in RATIOS]:
+        parser.error(f"--kinds {','.join(unknown)}: expected some of {', '.join(RATIOS)}")
+    if wrong_heads := [heads for heads in chosen_heads if not heads.isdigit() or not 1 <= int(heads) <= HEADS[-1]]:
+        parser.error(f"--heads {','.join(wrong_heads)}: expected numbers from 1 to {HEADS[-1]}")
+    if not args.cpu and not torch.cuda.is_available():
+        parser.error("needs a GPU; --cpu compares small batches of ours with float64")
     device = torch.device("cpu" if args.cpu else "cuda")
     batches = SMALL if args.cpu else BATCHES
     os.environ.setdefault(settings.ENV_ROUTE, "direct")  # prompts in place with any number of heads
@@ -154,18 +164,19 @@ def main(words: Sequence[str] | None = None) -> int:
         init_workspace_manager(device)
     config = VllmConfig(device_config=DeviceConfig(device=device.type))
     rows, left = list[Row](), list[str]()
-    for kind in args.kinds.split(","):
-        caches = make_caches(kind, sizes_of(batches, device, small=args.cpu))
-        for heads in map(int, args.heads.split(",")):
+    for kind in chosen_kinds:
+        caches = make_caches(kind, sizes_of(batches, device, small=args.cpu), seed=args.seed)
+        for heads in map(int, chosen_heads):
             for batch in batches:
                 if time.monotonic() - begin > args.budget:
                     left.append(f"{kind} {heads} {batch}")
                     continue
-                rows.append(compare(caches, heads, batch, config, stock=not args.cpu))
+                rows.append(compare(caches, heads, batch, config, stock=not args.cpu, seed=args.seed))
                 print(rows[-1], flush=True)
     wrong = sum(not row.right for row in rows)
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        values = [{name: None if value != value else value for name, value in asdict(row).items()} for row in rows]
+        args.json.write_text(json.dumps(values, indent=1))  # no NaN, which JSON has not
     print(f"{len(rows)} rows, {wrong} wrong; no time for: {', '.join(left) or 'none'}")
     return int(bool(wrong or left))
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator
 from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.contracts import Decision, PlanMismatch, Request
+from mla_portable.contracts import Decision, DeviceFacts, PlanMismatch, Request
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import INT32_MAX, check_count, check_fields, check_type, describe, device_of, refuse
 from mla_portable.planner.prompts import KeyPart, PromptPlan
@@ -65,6 +65,29 @@ class HeadDims:
     def query(self) -> int:
         """P + R."""
         return self.nope + self.rope
+
+
+def prompt_requests(spec: AttentionSpec, head_dims: HeadDims, facts: DeviceFacts) -> dict[str, Request[Any]]:
+    """What PromptAttention asks for, by the names of its `decisions`."""
+    widths: dict[str, Any] = {"qk_head_dim": head_dims.query, "v_head_dim": head_dims.value}
+    # keys and values are what `project` makes of rows that were all written
+    attend = Request(MASKED_PREFILL, facts, **widths, num_heads=spec.num_heads, rows=spec.max_num_tokens, finite_values=True)
+    gather = Request(
+        GATHER_UPCONVERT,
+        facts,
+        kv_layout=spec.kv_layout,
+        block_size=spec.block_size,
+        scale_format=spec.scale_format if spec.layout.is_quantized else None,
+        cache_alignment=spec.cache_alignment,
+        uneven_blocks=not spec.contiguous_blocks,
+    )
+    pack = Request(PACK_SELECTION, facts, topk=spec.topk, rows=spec.max_num_tokens)
+    merge = Request(MERGE_STATES, facts)
+    named: dict[str, Request[Any]] = {"masked": attend.but(selection=True), "dense": attend}
+    named |= {"gather": gather, "pack": pack, "merge": merge}
+    if head_dims.rope:  # else the up-projection makes the keys
+        named["concat"] = Request(CONCAT_MLA_K, facts, num_heads=spec.num_heads, rows=spec.max_num_tokens)
+    return named
 
 
 class PromptAttention:
@@ -112,26 +135,8 @@ class PromptAttention:
         self.device = device_of(_CLASS, device)
         registry = get_registry() if registry is None else registry
         facts, layers = registry.facts(self.device), LayerRegistry(registry, backend)
-        widths: dict[str, Any] = {"qk_head_dim": head_dims.query, "v_head_dim": head_dims.value}
-        # keys and values are what `project` makes of rows that were all written
-        attend = Request(
-            MASKED_PREFILL, facts, **widths, num_heads=spec.num_heads, rows=spec.max_num_tokens, finite_values=True
-        )
-        gather = Request(
-            GATHER_UPCONVERT,
-            facts,
-            kv_layout=spec.kv_layout,
-            block_size=spec.block_size,
-            scale_format=spec.scale_format if spec.layout.is_quantized else None,
-            cache_alignment=spec.cache_alignment,
-            uneven_blocks=not spec.contiguous_blocks,
-        )
-        pack = Request(PACK_SELECTION, facts, topk=spec.topk, rows=spec.max_num_tokens)
-        merge = Request(MERGE_STATES, facts)
-        named: dict[str, Request[Any]] = {"masked": attend.but(selection=True), "dense": attend}
-        named |= {"gather": gather, "pack": pack, "merge": merge}
-        if head_dims.rope:  # else the up-projection makes the keys
-            named["concat"] = Request(CONCAT_MLA_K, facts, num_heads=spec.num_heads, rows=spec.max_num_tokens)
+        named = prompt_requests(spec, head_dims, facts)
+        attend, gather, pack, merge = (named[each] for each in ("dense", "gather", "pack", "merge"))
         self.decisions: dict[str, Decision] = {name: layers.decide(request) for name, request in named.items()}
         self._attention = {
             (masked, partial): layers.bind(attend.but(selection=masked, lse=partial))

@@ -44,7 +44,7 @@ class RoutePart:
     @property
     def label(self) -> str:
         """The role, for people; of smaller decode batches with the rows that it serves."""
-        return self.role if self.most_rows is None else f"{self.role} up to {self.most_rows} rows"
+        return self.role if self.most_rows is None else f"{self.role} <= {self.most_rows} rows"
 
     @property
     def cost(self) -> float:

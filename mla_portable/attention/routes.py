@@ -16,10 +16,9 @@ number of rows; the cost is that of the largest batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from math import isqrt
 from typing import Any, Final
 
 from mla_portable.attention.layer_registry import LayerRegistry, forced_but_unused
@@ -195,25 +194,34 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, registry: LayerRegist
 def _by_rows(request: Request, largest: Decision, registry: LayerRegistry) -> tuple[RoutePart, ...]:
     """What serves batches with fewer rows than `request`, where the registry chooses something else at their size.
 
-    A size speaks for the rows that are nearest to it, as in the registry. Only implementations that take no schedule stand in
-    for one another, for a plan holds schedules of one kind.
+    Between two sizes with different choices the last number of rows is searched for which the first choice holds: there their
+    times, linear in between, cross. Only implementations that take no schedule stand in for one another, for a plan holds
+    schedules of one kind.
     """
-    parts: list[RoutePart] = []
-    if registry.schedule_kind(largest):
+    most = request.rows
+    if most is None or registry.schedule_kind(largest):
         return ()
-    for rows, more in pairwise(registry.timed_rows(request)):
-        most = isqrt(rows * more)
-        if most >= (request.rows or 0):
-            break
-        decision = registry.decide(request.but(rows=rows))
-        if decision.chosen is None or registry.schedule_kind(decision):
-            decision = largest
-        if parts and parts[-1].decision.chosen == decision.chosen:
-            parts.pop()
-        parts.append(RoutePart("decode", decision, most_rows=most))
-    while parts and parts[-1].decision.chosen == largest.chosen:
-        parts.pop()
-    return tuple(parts)
+    decided = {most: largest}
+
+    def at(rows: int) -> Decision:
+        if rows not in decided:
+            decision = registry.decide(request.but(rows=rows))
+            decided[rows] = largest if decision.chosen is None or registry.schedule_kind(decision) else decision
+        return decided[rows]
+
+    def changes(few: int, many: int) -> Iterator[int]:
+        """The numbers of rows in [few, many) after which the choice is another one."""
+        if at(few).chosen == at(many).chosen:
+            return
+        if many - few == 1:
+            yield few
+            return
+        middle = (few + many) // 2
+        yield from changes(few, middle)
+        yield from changes(middle, many)
+
+    sizes = [*(rows for rows in registry.timed_rows(request) if rows < most), most]
+    return tuple(RoutePart("decode", at(rows), most_rows=rows) for pair in pairwise(sizes) for rows in changes(*pair))
 
 
 def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:

@@ -3,8 +3,8 @@
 
 Nothing is converted, gathered or planned: every token is a row with its own list of slots. Rows of a decode batch go through
 sparse_decode with a schedule of their number. Rows of prefills, and more rows than the spec allows, go through sparse_prefill
-on the cache itself, or through sparse_decode where nothing else reads the cache in place. Nothing is promised about slots: the
-implementations check each of them.
+on the cache itself, or through sparse_decode where nothing else reads the cache in place. Unless the slots are promised to be
+clean, the implementations check each of them.
 
 With `spec.extra_topk` each call has a second cache and a second list (DeepSeek-V4: a sliding window and compressed tokens).
 """
@@ -34,9 +34,9 @@ from mla_portable.contracts import (
     neutral_defaults,
 )
 from mla_portable.contracts.primitive import F, Primitive
+from mla_portable.contracts.second_cache import second_cache
 from mla_portable.contracts.values import check_type, describe, device_of, refuse
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparsePrefill
-from mla_portable.primitives._second_cache import second_cache
 from mla_portable.primitives.sparse_decode import check as check_decode
 from mla_portable.primitives.sparse_prefill import check as check_prefill
 from mla_portable.registry import Registry, get_registry
@@ -93,12 +93,14 @@ class SlotAttention:
         device: torch.device | str,
         registry: Registry | None = None,
         backend: BackendChoice = None,
+        clean_slots: bool = False,
     ) -> None:
         """Choose and bind what serves; allocate the scratch of decode batches.
 
         Args:
             spec: with decode_query_len 1, no lse and no share: nothing else is served. device, registry, backend: as of
-                SparseMLAAttention.
+                SparseMLAAttention. clean_slots: the promise `Request.clean_indices` about the slots of all calls: each is -1 or
+                a row of the cache or workspace, lengths are 0 to K, and a slot past a length is -1. It may save a pass.
         Raises: UnsupportedRoute with the reasons against every implementation; UnknownBackend; InvalidArgument.
         """
         check_type("SlotAttention", "spec", spec, AttentionSpec, "an AttentionSpec")
@@ -116,13 +118,13 @@ class SlotAttention:
         self.route_decision = choose_slot_route(spec, self.facts, demand)
         verdict = self.route_decision.verdict  # raises where there is none
         decoding = sorted((p for p in verdict.parts if p.role == "decode"), key=lambda part: part.most_rows is None)
-        self._decoders = tuple(_bound(part, SPARSE_DECODE, demand) for part in decoding)
+        self._decoders = tuple(_bound(part, SPARSE_DECODE, demand, clean_slots) for part in decoding)
         self._most_rows = tuple(part.most_rows for part in decoding if part.most_rows is not None)
         prefill = verdict.part("prefill")
         assert prefill is not None  # of both routes
         self._prefill: _Bound[SparsePrefill] | None = None
         if verdict.route == "direct":
-            self._prefill = _bound(prefill, SPARSE_PREFILL, demand)
+            self._prefill = _bound(prefill, SPARSE_PREFILL, demand, clean_slots)
         decoder = demand.chosen(decoding[-1].decision) if decoding else None
         self._kind = decoder.schedule_kind if decoder else None
         self._limits = ScheduleLimits(
@@ -199,7 +201,8 @@ class SlotAttention:
                 many; the others read all. None where that is not known. attn_sink: [H] float32, where `spec.attn_sink`.
             extra_kv_cache, extra_slots, extra_lengths: where `spec.extra_topk`, a second paged cache of the layout, its slots
                 [T, E] int32, E up to that, and [T] int32 as `lengths`, given where those are. A row attends to both lists.
-            out: [T, H, V] bf16, written; it overlaps no input. None for a fresh one.
+            out: [T, H, V] bf16, written; it overlaps no input. None for a fresh one, which some kernels make themselves: then
+                nothing is copied.
         Returns: `out`. A row without a valid slot has zeros.
         Raises: InvalidArgument before anything runs.
         Graph-safe for decode batches that were prepared: no look-up in the registry and no read-back.
@@ -224,9 +227,8 @@ class SlotAttention:
         check_prefill(q, kv, slots, softmax_scale, lengths, attn_sink, *second, out, lse)
         self._check_sink(attn_sink)
         call, lengths, more = self._prefill.take(lengths, second)
-        out = self._empty(q) if out is None else out
         if num_tokens:
-            call(
+            result, _ = call(
                 q,
                 kv,
                 slots,
@@ -237,7 +239,8 @@ class SlotAttention:
                 lse_out=lse,
                 **more,
             )
-        return out
+            return result if out is None else out
+        return self._empty(q) if out is None else out
 
     def _decode(
         self,
@@ -260,9 +263,8 @@ class SlotAttention:
         check_decode(rows, cache, indices, scale, counts, attn_sink, *second, schedule, written, lse_out)
         self._check_sink(attn_sink)
         call, counts, more = self._decoders[bisect_left(self._most_rows, num_rows)].take(counts, second)
-        out = self._empty(q) if out is None else out
         if num_rows:
-            call(
+            result, _ = call(
                 rows,
                 cache,
                 indices,
@@ -270,11 +272,12 @@ class SlotAttention:
                 lengths=counts,
                 attn_sink=attn_sink,
                 schedule=schedule,
-                out=out.unsqueeze(1),
+                out=written,
                 lse_out=lse_out,
                 **more,
             )
-        return out
+            return result.squeeze(1) if out is None else out
+        return self._empty(q) if out is None else out
 
     def _schedule(self, num_rows: int, topk: int, extra_topk: int) -> DecodeSchedule | None:
         """That of a decode batch; None where the implementation takes none, or makes one for the call alone."""
@@ -299,9 +302,9 @@ class SlotAttention:
         return torch.empty(shape, dtype=torch.bfloat16, device=q.device)
 
 
-def _bound(part: RoutePart, primitive: Primitive[F], demand: LayerRegistry) -> _Bound[F]:
+def _bound(part: RoutePart, primitive: Primitive[F], demand: LayerRegistry, clean: bool) -> _Bound[F]:
     """What a part's decision chose, for calls without lengths and, where it skips missing keys, with them."""
-    request = part.decision.request.of(primitive)
+    request = part.decision.request.of(primitive).but(clean_indices=clean)
     skips = skips_missing_keys(demand.chosen(part.decision))
     with_lengths = request.but(lengths=True, extra_lengths=request.extra_cache)
     return _Bound(demand.bind(request), demand.bind(with_lengths) if skips else None)

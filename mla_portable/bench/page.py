@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from mla_portable.bench.engine_tables import engine_tables
-from mla_portable.bench.svg import Curve, panels_svg
+from mla_portable.bench.plot import baseline_of, picture_of, widths_matter
 from mla_portable.capability.profiles import Profile, load_profiles, profile_of
 from mla_portable.capability.run import Run, Time, runs_in
 
@@ -48,7 +48,8 @@ _KERNELS: Final = (
     ),
     Section(
         "Prompts over keys of each head",
-        "`mla-portable bench prompts` shows which of the two ways a layer takes on your GPU, and what both cost.",
+        "`mla-portable bench prompts` shows which of the two ways a layer takes on your GPU, and what both cost; "
+        "[vllm.md](vllm.md#prompts) has the times of an H200.",
         ("masked_prefill", "pack_selection", "concat_mla_k"),
         "mla-portable bench kernels --primitive masked_prefill --out run.json.gz",
     ),
@@ -89,7 +90,7 @@ def _engines(runs: Sequence[Run]) -> Iterator[str]:
     first = "ci/gpu_vllm vllm-report-rank16 --rank --only rank16 --budget 320 --record h200.json.gz"
     yield f"```bash\n{first}\nmla-portable bench engines h200.json.gz\n```"
     tables = [engine_tables(run) for run in runs if run.engine_times]
-    missing = "Not recorded yet: no run holds these times. [vllm.md](vllm.md#supported-settings) quotes those that were taken."
+    missing = "Not recorded yet: no run holds these times. [vllm.md](vllm.md#times-beside-stock) has those that were taken."
     yield from tables or [missing]
 
 
@@ -125,8 +126,7 @@ def _kernels(section: Section, newest: Mapping[str, Problems], pictures: dict[st
                 yield "\n".join(_table([times for _, times in found]))
                 if layout == section.drawn:
                     name = f"benchmarks-{slug}-{section.title.lower()}.svg"
-                    title = f"{found[0][0].device_name}: one call of {primitive}, {layout}, K {_TOPK:,} (lower is better)"
-                    pictures[name] = panels_svg(title, _panels([times for _, times in found]), x="rows", y="us")
+                    title, pictures[name] = picture_of((time for _, times in found for time in times), found[0][0].device_name)
                     yield f"![{title}]({name})"
 
 
@@ -134,7 +134,7 @@ def _table(problems: Sequence[Sequence[Time]]) -> Iterator[str]:
     """A line for the fastest implementation and one for the fastest baseline of each head count and width."""
     columns = sorted({times[0].rows for times in problems})
     groups: dict[tuple[int, int], dict[int, Sequence[Time]]] = {}
-    several = _widths_matter(problems)
+    several = widths_matter(problems)
     for times in problems:
         groups.setdefault((times[0].heads or 0, times[0].width if several else 0), {})[times[0].rows] = times
     yield f"| rows | {' | '.join(f'{rows:,}' for rows in columns)} |"
@@ -142,7 +142,7 @@ def _table(problems: Sequence[Sequence[Time]]) -> Iterator[str]:
     for (heads, width), by_rows in sorted(groups.items()):
         label = ", ".join(filter(None, (f"{heads} heads" if heads else "", f"width {width:,}" if width else "")))
         best = {rows: min(times, key=lambda time: time.us) for rows, times in by_rows.items()}
-        baselines = {rows: _baseline(times) for rows, times in by_rows.items()}
+        baselines = {rows: baseline_of(times) for rows, times in by_rows.items()}
         names = sorted({time.implementation for time in best.values()})
         yield _line(
             f"{label}: {', '.join(f'`{name}`' for name in names)}",
@@ -151,47 +151,15 @@ def _table(problems: Sequence[Sequence[Time]]) -> Iterator[str]:
         )
         compared = {rows: each for rows, each in baselines.items() if each is not None}
         if compared:
-            names = sorted({name for name, _ in compared.values()})
+            names = sorted({each.name for each in compared.values()})
             yield _line(
                 f"{label}: {', '.join(names)}, called directly",
-                {rows: f"{us:.1f}" for rows, (_, us) in compared.items()},
+                {rows: f"{each.us:.1f}" for rows, each in compared.items()},
                 columns,
             )
-            ratios = {rows: f"{best[rows].us / us:.2f}" for rows, (_, us) in compared.items()}
+            ratios = {rows: f"{best[rows].us / each.us:.2f}" for rows, each in compared.items()}
             yield _line("ratio", ratios, columns)
-
-
-def _widths_matter(problems: Sequence[Sequence[Time]]) -> bool:
-    """Whether one number of rows occurs with several widths; else a width only follows from the rows."""
-    sizes = [(times[0].heads, times[0].rows) for times in problems]
-    return len(sizes) != len(set(sizes))
 
 
 def _line(label: str, cells: Mapping[int, str], columns: Sequence[int]) -> str:
     return f"| {label.lstrip(': ')} | {' | '.join(cells.get(rows, '') for rows in columns)} |"
-
-
-def _baseline(times: Sequence[Time]) -> tuple[str, float] | None:
-    found = [(time.baseline.name, time.baseline.us) for time in times if time.baseline is not None]
-    return min(found, key=lambda each: each[1]) if found else None
-
-
-def _panels(problems: Sequence[Sequence[Time]]) -> dict[str, list[Curve]]:
-    """By head count: the fastest implementation, Triton's, the fastest baseline, and the roofline bound."""
-    panels: dict[str, list[Curve]] = {}
-    for heads in sorted({times[0].heads or 0 for times in problems}):
-        own = [times for times in problems if (times[0].heads or 0) == heads]
-        curves = {
-            "mla_portable, its fastest kernel": [(times[0].rows, min(time.us for time in times)) for times in own],
-            "the fastest kernel of others, called directly": [
-                (times[0].rows, b[1]) for times in own if (b := _baseline(times))
-            ],
-            "triton.portable": [(t.rows, t.us) for times in own for t in times if t.implementation == "triton.portable"],
-            "roofline bound": [(times[0].rows, times[0].bound) for times in own],
-        }
-        panels[f"{heads} heads"] = [
-            Curve(name, tuple((float(x), y) for x, y in points), dashed=name == "roofline bound")
-            for name, points in curves.items()
-            if points
-        ]
-    return panels

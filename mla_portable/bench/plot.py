@@ -1,134 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel times over rows: a panel for each head count and top-k, a row of panels for each primitive and layout.
-
-Needs matplotlib.
-"""
+"""Kernel times over rows as a picture: for each head count, top-k and width a panel with the fastest of this project, Triton's,
+the fastest baseline and the roofline bound."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from mla_portable.bench.kernels import KernelReport
-from mla_portable.capability.run import Time
+from mla_portable.bench.svg import Curve, panels_svg
+from mla_portable.capability.run import Baseline, Time
 from mla_portable.contracts import InvalidArgument
 
-_BOUND: Final = "roofline bound"
-_OURS: Final = "mla_portable, its fastest kernel"
 _PORTABLE: Final = "triton.portable"
-_STYLES: Final = ("o-", "s--", "^-.", "D:", "v-", "x--", "P-.")
 _NEVER_BELOW: Final = 0.99
 """Times are rounded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A point. name: of the curve. us, bound: microseconds. first: the curve is drawn first and wide."""
+class Picture(NamedTuple):
+    """title: in the picture too. svg: the file's text."""
 
-    name: str
-    primitive: str
-    layout: str | None
-    heads: int
-    topk: int
-    rows: int
-    us: float
-    bound: float
-    first: bool = False
+    title: str
+    svg: str
 
 
-def lines_of_times(times: Iterable[Time]) -> list[Line]:
-    """Of each size our fastest time, Triton's alone, and the fastest baseline's. Times with an overlap are left out."""
-    lines: dict[tuple[Any, ...], Line] = {}
-    for each in times:
-        if each.overlap:
-            continue
-        size = each.primitive, each.layout, each.heads or 0, each.topk or 0, each.rows
-        offered = [Line(_OURS, *size, each.us, each.bound, first=True)]
-        if each.implementation == _PORTABLE:
-            offered.append(Line(f"{_PORTABLE} alone", *size, each.us, each.bound))
-        if each.baseline is not None:
-            offered.append(Line(f"{each.baseline.name} directly", *size, each.baseline.us, each.bound))
-        for line in offered:
-            key = *size, each.width, "baseline" if line.name.endswith(" directly") else line.name
-            if key not in lines or line.us < lines[key].us:
-                lines[key] = line
-    return list(lines.values())
+def picture_of(times: Iterable[Time], device: str) -> Picture:
+    """Draw times. Those with an overlap are left out. device: its name, and what else the title begins with.
 
+    What all times share is in the title, the rest in the labels. Panels of one primitive, layout and form share their axes.
 
-def lines_of_report(report: KernelReport) -> list[Line]:
-    """Every candidate that has a time. Cases with an overlap are left out."""
-    return [
-        Line(
-            each.name,
-            str(case.case.primitive),
-            case.case.kv_layout,
-            case.case.num_heads or 0,
-            case.case.topk or 0,
-            case.case.rows,
-            each.median_us,
-            case.bound_us,
-        )
-        for case in report.cases
-        for each in case.times
-        if each.median_us is not None and not case.case.overlap
-    ]
-
-
-def plot_lines(lines: Sequence[Line], path: Path, *, title: str) -> None:
-    """Draw lines into a file of the kind that its suffix names, such as .svg. Of several times of one point the last counts.
-
-    Raises: InvalidArgument where matplotlib is not installed, does not know the suffix, there is no line, or a time is below
-        the bound that is drawn under it.
+    Raises: InvalidArgument where no time is left, or one is below the roofline bound of its size.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidArgument("plot", "--plot", got=path, expected="matplotlib to be installed") from error
-    if not lines:
-        raise InvalidArgument("plot", "lines", got="none with a time", expected="at least one")
-    for line in lines:
-        if line.us < _NEVER_BELOW * line.bound:
-            got = f"{line.us:g} us for {line.rows} rows, {line.heads} heads, K {line.topk} by {line.name}"
-            expected = f"no less than the roofline bound of that size, {line.bound:g} us"
-            raise InvalidArgument("plot", "lines", got=got, expected=expected, remedy="Time it again: one of both is wrong.")
-    grid: dict[str, dict[tuple[int, int], list[Line]]] = {}
-    for line in lines:
-        place = f"{line.primitive} {line.layout or ''}".strip()
-        grid.setdefault(place, {}).setdefault((line.heads, line.topk), []).append(line)
-    across = max(map(len, grid.values()))
-    names = list(dict.fromkeys(line.name for line in sorted(lines, key=lambda line: not line.first)))
-    several = len({line.topk for line in lines}) > 1
-    with rc_context({"font.size": 13, "axes.titlesize": 12, "svg.hashsalt": "mla_portable", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(max(4.6 * across, 6), 3.7 * len(grid) + 0.9), layout="constrained")
-        figure.suptitle(f"{title}: time of one call (lower is better)")
-        panels = figure.subplots(len(grid), across, squeeze=False, sharey="row", sharex=True)
-        drawn: dict[str, Any] = {}
-        for row, (place, by_size) in zip(panels, grid.items(), strict=True):
-            for panel in row[len(by_size) :]:
-                panel.remove()
-            for panel, ((heads, topk), found) in zip(row, sorted(by_size.items()), strict=False):
-                for number, name in enumerate(names):
-                    points = sorted({line.rows: line.us for line in found if line.name == name}.items())
-                    if points:
-                        style, width = _STYLES[number % len(_STYLES)], 1.5 if number else 3
-                        (drawn[name],) = panel.plot(*zip(*points, strict=True), style, color=f"C{number}", linewidth=width)
-                bounds = sorted({line.rows: line.bound for line in found}.items())
-                (drawn[_BOUND],) = panel.plot(*zip(*bounds, strict=True), color="0.45", linestyle=":", linewidth=2)
-                words = [place, f"{heads} heads" if heads else "", f"K {topk:,}" if topk and several else ""]
-                panel.set(title=", ".join(filter(None, words)), xscale="log", yscale="log")
-                panel.set_xticks([rows for rows, _ in bounds], labels=[f"{rows:g}" for rows, _ in bounds], minor=False)
-                panel.minorticks_off()
-                panel.yaxis.set_major_formatter("{x:g}")
-                panel.grid(color="0.9")
-            times = [line.us for found in by_size.values() for line in found]
-            row[0].set(ylabel="microseconds", ylim=(min(times) / 2, max(times) * 1.5))
-        for panel in panels[-1]:
-            panel.set_xlabel("rows (query tokens of the call)")
-        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=2, frameon=False)
-        try:
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except ValueError as error:
-            raise InvalidArgument("plot", "--plot", got=path, expected=str(error)) from error
+    problems = list(by_problem(each for each in times if not each.overlap).values())
+    if not problems:
+        raise InvalidArgument("plot", "times", got="none without an overlap", expected="at least one")
+    for each in (time for group in problems for time in group):
+        if each.us < _NEVER_BELOW * each.bound:
+            got = f"{each.us:g} us for {each.rows} rows, {each.heads} heads, K {each.topk} by {each.implementation}"
+            expected = f"no less than the roofline bound of that size, {each.bound:g} us"
+            raise InvalidArgument("plot", "times", got=got, expected=expected, remedy="Time it again: one of both is wrong.")
+    widths = widths_matter(problems)
+    facts = [_facts(group[0], widths) for group in problems]
+    shared = {name for name in facts[0] if len({fact[name] for fact in facts}) == 1}
+    others = _name_of_others(problems)
+    panels: dict[str, dict[str, list[Sequence[Time]]]] = {}
+    for group, fact in sorted(zip(problems, facts, strict=True), key=lambda found: _order(found[0][0])):
+        own = {name: text for name, text in fact.items() if name not in shared}
+        place = _words(own, "primitive", "layout", "form")
+        panels.setdefault(place, {}).setdefault(_words(own, "topk", "heads", "width"), []).append(group)
+    call = "one call of " if "primitive" in shared else "one call, "
+    words = _words({name: text for name, text in facts[0].items() if name in shared}, *facts[0])
+    title = f"{device}: {call}{words}".rstrip(", ") + " (lower is better)"
+    drawn = {place: {label: _curves(found, others) for label, found in labels.items()} for place, labels in panels.items()}
+    return Picture(title, panels_svg(title, drawn, x="rows", y="us"))
+
+
+def by_problem(times: Iterable[Time]) -> dict[tuple[Any, ...], list[Time]]:
+    """Times that may be compared."""
+    found: dict[tuple[Any, ...], list[Time]] = {}
+    for each in times:
+        found.setdefault(each.problem, []).append(each)
+    return found
+
+
+def widths_matter(problems: Iterable[Sequence[Time]]) -> bool:
+    """Whether one number of rows occurs with several widths; else a width only follows from the rows."""
+    sizes = [(t.primitive, t.layout, t.form, t.heads, t.topk, t.rows) for t, *_ in problems]
+    return len(sizes) != len(set(sizes))
+
+
+def baseline_of(times: Sequence[Time]) -> Baseline | None:
+    """The fastest that was timed beside one of these."""
+    return min((time.baseline for time in times if time.baseline is not None), key=lambda each: each.us, default=None)
+
+
+def _facts(time: Time, widths: bool) -> dict[str, str]:
+    """What the words of a picture say of a time, in their order."""
+    return {
+        "primitive": time.primitive,
+        "layout": time.layout or "",
+        "form": time.form,
+        "topk": f"K {time.topk:,}" if time.topk else "",
+        "heads": f"{time.heads} heads" if time.heads else "",
+        "width": f"width {time.width:,}" if widths and time.width else "",
+    }
+
+
+def _order(time: Time) -> tuple[Any, ...]:
+    return time.primitive, time.layout or "", time.form, time.heads or 0, time.topk or 0, time.width, time.rows
+
+
+def _words(facts: Mapping[str, str], *names: str) -> str:
+    return ", ".join(facts[name] for name in names if facts.get(name))
+
+
+def _name_of_others(problems: Iterable[Sequence[Time]]) -> str:
+    """Of the curve of baselines, in all panels."""
+    names = sorted({found.name for times in problems if (found := baseline_of(times)) is not None})
+    return f"{'the fastest of ' if len(names) > 1 else ''}{', '.join(names)}, called directly"
+
+
+def _curves(problems: Sequence[Sequence[Time]], others: str) -> list[Curve]:
+    points = {
+        "mla_portable, its fastest kernel": [(times[0].rows, min(time.us for time in times)) for times in problems],
+        others: [(times[0].rows, found.us) for times in problems if (found := baseline_of(times)) is not None],
+        _PORTABLE: [(each.rows, each.us) for times in problems for each in times if each.implementation == _PORTABLE],
+    }
+    solid = [Curve(name, tuple((float(x), y) for x, y in found)) for name, found in points.items() if found]
+    return [*solid, Curve("roofline bound", tuple((float(t.rows), t.bound) for t, *_ in problems), dashed=True)]

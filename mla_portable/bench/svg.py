@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 from xml.sax.saxutils import escape
 
-_WIDTH: Final = 440
+_WIDTH: Final = 880
+"""Of the picture, so that a title fits: two panels in a row, or one that is as wide."""
 _HEIGHT: Final = 300
 """Of a panel, with its labels; then its margins."""
 _LEFT: Final = 58
@@ -17,7 +18,9 @@ _RIGHT: Final = 14
 _TOP: Final = 36
 _BOTTOM: Final = 44
 _LEGEND: Final = 28
-_COLOURS: Final = ("#0b6fb8", "#d1495b", "#2e8b57", "#8a6d3b", "#6a4c93")
+"""Of a line of the legend, and of a heading."""
+_COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+"""Okabe and Ito's, which most colour-blind readers can tell apart."""
 _GREY: Final = "#777777"
 
 
@@ -30,41 +33,49 @@ class Curve:
     dashed: bool = False
 
 
-def panels_svg(title: str, panels: Mapping[str, Sequence[Curve]], *, x: str, y: str) -> str:
-    """Panels, two in a row, with logarithmic axes of the same range and one legend. Every x that occurs is a tick.
+def panels_svg(title: str, groups: Mapping[str, Mapping[str, Sequence[Curve]]], *, x: str, y: str) -> str:
+    """Heading -> label -> curves as panels, two in a row, with logarithmic axes and one legend for all.
 
-    The range is that of the curves that are not dashed; what lies outside of it is cut off.
+    The panels under one heading have axes of the same range: every x that occurs there is a tick, and the range upwards is that
+    of the curves that are not dashed; what lies outside of it is cut off.
 
     Raises: ValueError where there is no point, or one that is not above 0.
     """
-    points = [point for curves in panels.values() for curve in curves for point in curve.points]
-    if not points or min(min(point) for point in points) <= 0:
-        raise ValueError("expected points above 0")
-    names = list(dict.fromkeys(curve.name for curves in panels.values() for curve in curves))
-    dashed = {curve.name for curves in panels.values() for curve in curves if curve.dashed}
-    solid = [name for name in names if name not in dashed]
-    colours = {name: _GREY if name in dashed else _COLOURS[solid.index(name) % len(_COLOURS)] for name in names}
-    ticks = sorted({point[0] for point in points})
-    solid_points = [point for curves in panels.values() for curve in curves for point in curve.points if not curve.dashed]
-    heights = [point[1] for point in solid_points or points]
-    low, high = min(heights) / 2.5, max(heights) * 1.2
-    width = _WIDTH * min(2, len(panels))
-    head = 34 + _LEGEND * len(names)
-    height = head + _HEIGHT * math.ceil(len(panels) / 2)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="15" '
-        f'role="img" aria-label="{escape(title)}">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="12" y="24" font-size="17" font-weight="bold">{escape(title)}</text>',
-    ]
+    names = {curve.name: curve.dashed for panels in groups.values() for curves in panels.values() for curve in curves}
+    names = dict(sorted(names.items(), key=lambda found: found[1]))  # what is dashed comes last
+    solid = [name for name, dashed in names.items() if not dashed]
+    colours = {name: _GREY if names[name] else _COLOURS[solid.index(name) % len(_COLOURS)] for name in names}
+    columns = min(2, max(map(len, groups.values()), default=1))
+    lines: list[str] = [f'<text x="12" y="24" font-size="17" font-weight="bold">{escape(title)}</text>']
     for number, name in enumerate(names):
         line = 34 + _LEGEND * number + 12
-        lines.append(f'<path d="M14 {line - 5}H54" {_stroke(colours[name], name in dashed)}/>')
+        lines.append(f'<path d="M14 {line - 5}H54" {_stroke(colours[name], names[name])}/>')
         lines.append(f'<text x="64" y="{line}">{escape(name)}</text>')
-    for number, (label, curves) in enumerate(panels.items()):
-        left, top = _WIDTH * (number % 2), head + _HEIGHT * (number // 2)
-        lines += _panel(label, curves, colours, (left, top), ticks, (low, high), (x, y))
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    top = 34 + _LEGEND * len(names)
+    for heading, panels in groups.items():
+        if heading:
+            top += _LEGEND
+            lines.append(f'<text x="12" y="{top - 6}" font-weight="bold">{escape(heading)}</text>')
+        ticks, limits = _ranges([curve for curves in panels.values() for curve in curves])
+        for number, (label, curves) in enumerate(panels.items()):
+            corner = _WIDTH // columns * (number % columns), top + _HEIGHT * (number // columns)
+            lines += _panel(label, curves, colours, corner, _WIDTH // columns, ticks, limits, (x, y))
+        top += _HEIGHT * math.ceil(len(panels) / columns)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" font-family="sans-serif" font-size="15" '
+        f'role="img" aria-label="{escape(title)}">'
+    )
+    return "\n".join([head, f'<rect width="{_WIDTH}" height="{top}" fill="white"/>', *lines, "</svg>"]) + "\n"
+
+
+def _ranges(curves: Sequence[Curve]) -> tuple[list[float], tuple[float, float]]:
+    """The ticks across, and the lowest and the highest y that is drawn."""
+    points = [point for curve in curves for point in curve.points]
+    if not points or min(min(point) for point in points) <= 0:
+        raise ValueError("expected points above 0")
+    heights = [point[1] for curve in curves for point in curve.points if not curve.dashed]
+    heights = heights or [point[1] for point in points]
+    return sorted({point[0] for point in points}), (min(heights) / 2.5, max(heights) * 1.2)
 
 
 def _panel(
@@ -72,11 +83,12 @@ def _panel(
     curves: Sequence[Curve],
     colours: Mapping[str, str],
     corner: tuple[int, int],
+    width: int,
     ticks: Sequence[float],
     limits: tuple[float, float],
     axes: tuple[str, str],
 ) -> list[str]:
-    left, right = corner[0] + _LEFT, corner[0] + _WIDTH - _RIGHT
+    left, right = corner[0] + _LEFT, corner[0] + width - _RIGHT
     top, bottom = corner[1] + _TOP, corner[1] + _HEIGHT - _BOTTOM
     across = _scale(ticks[0], ticks[-1], left + 10, right - 10)
     up = _scale(*limits, bottom, top)

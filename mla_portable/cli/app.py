@@ -15,7 +15,7 @@ from mla_portable.cli.explain import explain
 from mla_portable.cli.failures import Commands
 from mla_portable.cli.kernels import tune
 from mla_portable.cli.matrix import matrix
-from mla_portable.cli.options import in_help
+from mla_portable.cli.options import help_of, in_help
 from mla_portable.cli.process import guarded
 from mla_portable.cli.step import run
 from mla_portable.cli.warm import warm
@@ -37,14 +37,14 @@ COMMANDS: Final = {
 app = typer.Typer(
     name="mla-portable",
     cls=Commands,
-    help="Sparse MLA attention (DeepSeek-V3.2 style) on whatever is installed here. "
+    help="Sparse MLA attention (DeepSeek-V3.2, GLM-5.x): what runs on this machine, whether it is right, and how fast it is. "
     "Exit codes: 0 all is well; 1 something is broken, wrong or cannot be served; 2 invalid arguments.",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command, _examples in COMMANDS.items():
-    app.command(epilog=in_help(_examples))(_command)
+    app.command(help=help_of(_command), epilog=in_help(_examples))(_command)
 app.add_typer(bench, name="bench")
 
 
@@ -57,7 +57,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options before the command."""

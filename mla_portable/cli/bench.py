@@ -11,11 +11,11 @@ import typer
 
 from mla_portable.cli.failures import Commands
 from mla_portable.cli.kernels import kernels
-from mla_portable.cli.options import JsonOption, check_name, check_writable, in_help, numbers
+from mla_portable.cli.options import JsonOption, check_name, check_picture, help_of, in_help, numbers
 from mla_portable.cli.output import command
 from mla_portable.cli.prompts import prompts
 
-bench = typer.Typer(cls=Commands, help="Time kernels on this machine, or use the times of a run.")
+bench = typer.Typer(cls=Commands, help="Time kernels on this machine, or show the times of a run.")
 EXAMPLES = {
     "kernels": (
         "bench kernels --primitive sparse_decode --heads 16 --rows 1,16,128",
@@ -31,14 +31,15 @@ EXAMPLES = {
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
     name = function.__name__
-    return bench.command(name, epilog=in_help(EXAMPLES[name]))(function)
+    return bench.command(name, help=help_of(function), epilog=in_help(EXAMPLES[name]))(function)
 
 
 _command(kernels)
 _command(prompts)
 
 RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A file that `bench kernels --out` wrote.", exists=True, dir_okay=False)
+    Path,
+    typer.Argument(metavar="RUN", help="The file of a run, which `bench kernels --out` writes.", exists=True, dir_okay=False),
 ]
 
 
@@ -47,7 +48,7 @@ def costs(
     run: RunArgument,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", metavar="NAME", help="Of this backend. Default: the only one that was timed."),
+        typer.Option("--backend", metavar="NAME", help="Times of this backend alone. Default: the only one in the run."),
     ] = None,
     records: Annotated[
         Path | None, typer.Option("--records", metavar="DIR", help="Device profiles in DIR/profiles, beside those that ship.")
@@ -72,7 +73,15 @@ def costs(
 
 
 @_command
-def engines(run: RunArgument, as_json: JsonOption = False) -> None:
+def engines(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="The file of a run, as `ci/gpu_vllm --rank --record` writes.", exists=True, dir_okay=False
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
     """Print the times of engines in a run as tables in Markdown: first tokens, decode steps, GPU time by kind of kernel."""
     with command(as_json=as_json, doing="reading the run") as output:
         from mla_portable.bench.engine_tables import engine_tables
@@ -120,17 +129,20 @@ def page(
 @_command
 def plot(
     run: RunArgument,
-    out: Annotated[Path, typer.Argument(help="The picture: .svg, .png or .pdf.", dir_okay=False)],
-    primitive: Annotated[str, typer.Option("--primitive", metavar="PRIMITIVE", help="Of this primitive.")] = "sparse_decode",
-    heads: Annotated[str | None, typer.Option("--heads", metavar="N,N", help="Of these head counts. Default: all.")] = None,
-    topk: Annotated[str | None, typer.Option("--topk", metavar="N,N", help="Of these top-k widths. Default: all.")] = None,
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="The picture, an .svg.", dir_okay=False)],
+    primitive: Annotated[
+        str, typer.Option("--primitive", metavar="PRIMITIVE", help="The primitive that is drawn.")
+    ] = "sparse_decode",
+    heads: Annotated[str | None, typer.Option("--heads", metavar="N,N", help="Head counts. Default: all.")] = None,
+    topk: Annotated[str | None, typer.Option("--topk", metavar="N,N", help="Top-k widths. Default: all.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw times over rows: the fastest implementation, Triton alone, the fastest baseline and the roofline bound."""
+    """Draw times over rows: the fastest implementation, triton.portable, the fastest baseline and the roofline bound."""
     with command(as_json=as_json, doing="reading the run") as output:
+        check_picture(out, param_hint="FILE")
         by_heads, by_topk = numbers(heads, "--heads"), numbers(topk, "--topk")
         check_name("primitive", primitive, param_hint="--primitive")
-        from mla_portable.bench.plot import lines_of_times, plot_lines
+        from mla_portable.bench.plot import picture_of
         from mla_portable.capability.run import read_run
 
         read = read_run(run)
@@ -139,8 +151,7 @@ def plot(
         times = [each for each in times if by_topk is None or each.topk in by_topk]
         if not times:
             raise typer.BadParameter(f"no such times of {primitive} in {run.name}", param_hint="RUN")
-        check_writable(out, param_hint="OUT")
-        plot_lines(lines_of_times(times), out, title=f"{read.device_name}, {read.date}")
+        out.write_text(picture_of(times, f"{read.device_name}, {read.date}").svg, encoding="utf-8")
         if as_json:
             output.document({"command": "bench plot", "ok": True, "file": out, "times": len(times)})
         output.note(f"drawn: {out}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def conform(
     name: Annotated[str, typer.Argument(help="A backend ('triton') or one implementation ('triton.portable').")],
     level: Annotated[
-        Literal["smoke", "quick", "full"], typer.Option("--level", help="How many cases; smoke is each kind once.")
+        Literal["smoke", "quick", "full"], typer.Option("--level", help="How many cases: smoke has one of each kind.")
     ] = "quick",
     device: DeviceOption = None,
     primitive: Annotated[
@@ -36,7 +36,7 @@ def conform(
     ] = None,
     match: Annotated[str, typer.Option("--match", metavar="TEXT", help="Only cases whose id contains this.")] = "",
     jobs: Annotated[
-        int, typer.Option("--jobs", metavar="N", help="Worker processes on the device; compiling and judging need a core each.")
+        int, typer.Option("--jobs", metavar="N", help="Worker processes on the device, each with a CPU core of its own.")
     ] = 1,
     out: OutOption = None,
     who: WhoOption = None,
@@ -46,9 +46,9 @@ def conform(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the conformance suite, its cases generated from what the backend declares, against a float64 oracle.
+    """Compare a backend with a float64 oracle, on cases that are generated from what it declares.
 
-    Exit code 0 only when at least one case ran and all passed.
+    Exit code 0 only when at least one case ran and every case passed.
     """
     with command(as_json=as_json) as output:
         check_name("backend", name, param_hint="NAME")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def doctor(
     device: DeviceOption = None,
-    every: Annotated[bool, typer.Option("--all", help="List every implementation, with its probe.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every implementation and the result of its probe.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the tracebacks of plugins that did not load.")] = False,
     engine: Annotated[
         str | None,
@@ -38,8 +39,8 @@ def doctor(
 ) -> None:
     """Examine devices, plugins and policy, probe every implementation, and say how to fix each problem.
 
-    Exit code 1 when a selected backend is broken: the policy names one that did not load or fails its probe, or
-    nothing can serve some primitive. With --engine, when the plugin does not serve there or that cannot be seen.
+    Exit code 1 when something that was selected is broken: the policy names a backend that did not load or fails its probe, or
+    nothing can serve some primitive. With --engine: exit code 0 only when the plugin is seen to serve.
     """
     if engine is not None:
         for option, given in (("--device", device), ("--all", every), ("--verbose", verbose)):
@@ -77,7 +78,8 @@ def _running(where: str, *, as_json: bool) -> None:
         if as_json:
             output.document({"command": "doctor", "ok": found.serves is True, "engine": found})
         else:
-            output.show(hanging("engine", f"{found.engine or 'unknown'} at {found.where}"))
+            server = f"{found.engine or 'unknown'} at {found.where}"
+            output.show(hanging("engine", server) if "://" in found.where else hanging("log", found.where))
             output.show(*(hanging("model", name) for name in found.models))
             if found.served:
                 headings = ["primitive", "served by", "device", "processes"]
@@ -99,6 +101,13 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
     for name, facts in diagnosis.devices:
         mark = " (examined below)" if name == diagnosis.device and len(diagnosis.devices) > 1 else ""
         yield hanging("device", f"{name}: {_device(facts)}{mark}")
+    if len(diagnosis.devices) == 1:
+        from mla_portable.registry.facts import why_no_accelerator
+
+        here = (
+            "What follows holds for this CPU; `mla-portable explain route --device NAME` answers for a device that is not here."
+        )
+        yield hanging("", f"no accelerator: {why_no_accelerator()}. {here}")
     for report in diagnosis.plugins:
         distribution = f"{report.distribution} {report.version}".strip() or report.module
         yield hanging("plugin", f"{report.name} ({distribution}): {_state(report)}")
@@ -110,10 +119,15 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
     if diagnosis.choices:
         served = list(map(partial(_served, diagnosis), diagnosis.choices))
         alone = not any(row[-1] for row in served)
-        headings = ["primitive", "served by", "why", "next best"]
-        yield columns(headings[:-1] if alone else headings, [row[:-1] if alone else row for row in served])
-        if alone:
-            yield "  no other implementation works here"
+        by_whom = {(chosen, why) for _, chosen, why, _ in served}
+        if alone and len(by_whom) == 1 and len(served) > 1:
+            ((chosen, why),) = by_whom
+            yield f"  {chosen} serves all {len(served)} primitives ({why}); no other implementation works here"
+        else:
+            headings = ["primitive", "served by", "why", "next best"]
+            yield columns(headings[:-1] if alone else headings, [row[:-1] if alone else row for row in served])
+            if alone:
+                yield "  no other implementation works here"
         yield ""
     if every:
         yield from _implementations(diagnosis)
@@ -191,10 +205,14 @@ def _engine(name: str, status: EngineStatus | None) -> Iterator[RenderableType]:
         yield f"{name}: not examined, because the policy cannot be followed"
         return
     if status.version is None:
-        yield f"{name}: not installed"
+        yield f"{name}: not installed in {sys.prefix}"
         return
     yield f"{name} {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
-    if status.choices:
+    alike = {(route, served) for _, _, route, served in status.choices}
+    if len(alike) == 1:
+        ((route, served),) = alike
+        yield hanging("  DeepSeek-V3.2", f"route {route or 'none'}, whatever the cache and the heads: {served}")
+    elif alike:
         rows = [
             [layout, f"{heads} (TP {128 // heads})", route or "none", served] for layout, heads, route, served in status.choices
         ]
@@ -202,3 +220,5 @@ def _engine(name: str, status: EngineStatus | None) -> Iterator[RenderableType]:
         yield columns(["cache", "heads per GPU", "route", "served by"], rows)
     if status.indexer:
         yield f"DSA indexer in {name}: {status.indexer}"
+    for model, words in status.models:
+        yield f"{model}'s attention in {name}: {words}"

@@ -96,5 +96,5 @@ class Elsewhere:
         """What a person has to know before anything else."""
         here = any(map(self.profile.matches, gpu_names()))
         head = f"{self.profile.name} (profile {self.profile.slug}){'' if here else ' is not here'}"
-        head += ": nothing was checked or probed; costs are recorded times where there are any"
+        head += ": nothing was checked or probed"
         return head + ("; --device with torch's name of it examines the one that is here" if here else "")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -64,14 +64,16 @@ def _option(words: str, text: str, *, of: Any = int, metavar: str | None = None)
 
 
 _CALL = {
-    "num_heads": _option("--heads", "Query heads of a rank. Default: 16, of the indexer 64."),
-    "tp": _option("--tp", "Ranks that share DeepSeek-V3.2's 128 query heads; instead of --heads. Default: 8."),
+    "num_heads": _option("--heads", "Query heads per GPU. Default: 16; for the indexer 64."),
+    "tp": _option("--tp", "GPUs that share DeepSeek-V3.2's 128 query heads, instead of --heads. Default: 8."),
     "topk": _option("--topk", "Indices per token. Default: 2048."),
-    "kv_layout": _option("--layout", "fp8_ds_mla (default) or bf16, of the cache or workspace.", of=str, metavar="LAYOUT"),
+    "kv_layout": _option(
+        "--layout", "Layout of the cache or the workspace: fp8_ds_mla (default), bf16, ...", of=str, metavar="LAYOUT"
+    ),
     "block_size": _option("--block-size", "Tokens per block. Default: 64."),
     "scale_format": _option(
         "--scale-format",
-        "pow2 (default), amax, or unknown, which is read as amax.",
+        "Kind of FP8 scales: pow2 (default), amax, or unknown, which is read as amax.",
         of=Literal["pow2", "amax", "unknown"],
         metavar="FORMAT",
     ),
@@ -79,18 +81,20 @@ _CALL = {
     "qk_head_dim": _option("--qk-head-dim", "Width of a head's queries and keys. Default: 192."),
     "v_head_dim": _option("--v-head-dim", "Width of a head's values. Default: 128."),
     "rows": _option(
-        "--rows", "Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256."
+        "--rows", "Query rows of the call, where costs depend on them; for a route, requests that decode at once (default 256)."
     ),
-    "lse": _option("--lse/--no-lse", "Request the lse. Default: yes; for a route no.", of=bool),
-    "attn_sink": _option("--sink", "Use an attention sink.", of=bool),
-    "lengths": _option("--lengths", "Row lengths are given.", of=bool),
-    "compact": _option("--compact", "Indices are compacted.", of=bool),
-    "prefill_workspace": _option("--prefill-workspace", "Some indices go to a workspace.", of=bool),
-    "selection": _option("--selection/--no-selection", "Some keys are not selected. Default: yes.", of=bool),
-    "finite_values": _option("--finite-values", "Keys and values are promised to hold no NaN and no infinity.", of=bool),
+    "lse": _option("--lse/--no-lse", "The call returns the log-sum-exp. Default: yes; for a route no.", of=bool),
+    "attn_sink": _option("--sink", "There is an attention sink for each head.", of=bool),
+    "lengths": _option("--lengths", "`lengths` says how many indices of each row count.", of=bool),
+    "compact": _option("--compact", "convert_indices moves the valid indices of a row to its front.", of=bool),
+    "prefill_workspace": _option("--prefill-workspace", "convert_indices maps the rows of prefills to a workspace.", of=bool),
+    "selection": _option(
+        "--selection/--no-selection", "masked_prefill has a bit mask of the selected keys. Default: yes.", of=bool
+    ),
+    "finite_values": _option("--finite-values", "The caller promises that no key or value is NaN or infinite.", of=bool),
     "context_parallel": _option("--context-parallel", "The cache holds one rank's share of each sequence.", of=bool),
     "batch_invariant": _option("--batch-invariant", "Results must not depend on the other rows of the batch.", of=bool),
-    "graph": _option("--graph", "The call must be capturable in a graph.", of=bool),
+    "graph": _option("--graph", "The call is captured in a CUDA graph.", of=bool),
 }
 """By the names of Request's fields."""
 
@@ -100,8 +104,8 @@ def explain(
     primitive: Annotated[
         str,
         typer.Argument(
-            help="A primitive, such as sparse_decode (`mla-portable doctor` lists all); or 'route' for how a layer would "
-            "compose them."
+            help="A primitive, such as sparse_decode (`mla-portable doctor --all` lists all), or 'route': what a whole "
+            "layer would use."
         ),
     ],
     device: Annotated[
@@ -116,17 +120,22 @@ def explain(
     backend: BackendOption = None,
     records: Annotated[
         Path | None,
-        typer.Option("--records", metavar="DIR", help="Profiles and evidence in DIR, for a device that is not here."),
+        typer.Option(
+            "--records",
+            metavar="DIR",
+            help="Device profiles in DIR/profiles and runs in DIR/<release>, for a device that is not here.",
+        ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Of a route: every candidate for each of its parts.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="With route: every candidate for each of its parts.")] = False,
     as_json: JsonOption = False,
     *,
     options: dict[str, Any],
 ) -> None:
     """Show which implementation would serve a call, and every reason against each of the others.
 
-    Candidates are probed as they would be before the first real call; for a device that is not here nothing is.
-    Exit code 1 when nothing, or not the forced backend, can serve.
+    Candidates are probed, as before a first call. For a device that is not here nothing is probed.
+
+    Exit code 1 when nothing can serve the call, or the forced backend cannot.
     """
     with command(as_json=as_json) as output:
         _share_heads(primitive, options)
@@ -140,7 +149,7 @@ def explain(
         elsewhere = None if device is None else find_profile(device, records)
         where = device if elsewhere is None else elsewhere.profile.device_facts()
         decision = ask(primitive, where, backend, options)
-        indexer = _ask_for_indexer(decision, backend)
+        beside = _ask_for_the_rest(decision, backend)
         served = decision.chosen is not None
         if as_json:
 
@@ -155,16 +164,16 @@ def explain(
                     "arguments": _arguments(decision),
                     "tuned": _tuned(decision),
                     **answered(decision),
-                    **({} if indexer is None else {"indexer": answered(indexer)}),
+                    **{name: answered(each) for name, each in beside.items()},
                 }
             )
         else:
-            output.show(*_for_a_person(decision, indexer, elsewhere, every=every))
+            output.show(*_for_a_person(decision, beside, elsewhere, every=every))
         raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
 
 
 def _for_a_person(
-    decision: Decision | RouteDecision, indexer: Decision | None, elsewhere: Elsewhere | None, *, every: bool
+    decision: Decision | RouteDecision, beside: Mapping[str, Decision], elsewhere: Elsewhere | None, *, every: bool
 ) -> Iterator[RenderableType]:
     from mla_portable.contracts import Decision
     from mla_portable.registry.tuned import table_path
@@ -179,7 +188,7 @@ def _for_a_person(
             yield hanging("tuned", f"{' '.join(f'{name}={value}' for name, value in tuned.items())} ({table_path()})")
         yield from cost_lines([decision])
     else:
-        yield from route_lines(decision, indexer, state, every=every)
+        yield from route_lines(decision, beside, state, every=every)
         if every or decision.chosen is None:
             yield from cost_lines(part.decision for each in decision.verdicts for part in each.parts)
 
@@ -230,18 +239,29 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     return choose_route(spec, device, demand)
 
 
-def _ask_for_indexer(decision: Decision | RouteDecision, backend: str | None) -> Decision | None:
-    """What would select the keys of the layer's tokens, where the engine's own indexer does not; None but for a route."""
+def _ask_for_the_rest(decision: Decision | RouteDecision, backend: str | None) -> dict[str, Decision]:
+    """What a layer in an engine asks for beside a route; empty but for a route.
+
+    prompts: attention of prompts over keys of each head; absent where an engine's plugin does not take that way, or nothing
+    serves it. indexer: the selection of keys, where the engine's own indexer does not make it.
+    """
     from mla_portable.contracts import Decision
 
     if isinstance(decision, Decision):
-        return None
+        return {}
     from mla_portable.attention.layer_registry import LayerRegistry
+    from mla_portable.attention.prompts import HeadDims, prompt_requests
     from mla_portable.dispatch import current_registry
     from mla_portable.engine.deepseek import indexer_requests
+    from mla_portable.engine.prompts import refusals
 
-    select, _ = indexer_requests(decision.device, decision.spec.topk)
-    return LayerRegistry(current_registry(), backend).decide(select)
+    spec, facts, head_dims = decision.spec, decision.device, HeadDims()
+    ask = LayerRegistry(current_registry(), backend).decide
+    found: dict[str, Decision] = {}
+    if not refusals(spec, head_dims, facts):
+        prompts = ask(prompt_requests(spec, head_dims, facts)["masked"])
+        found = {"prompts": prompts} if prompts.chosen else {}
+    return {**found, "indexer": ask(indexer_requests(facts, spec.topk)[0])}
 
 
 def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:

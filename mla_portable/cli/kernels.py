@@ -19,6 +19,7 @@ from mla_portable.cli.options import (
     OutOption,
     WhoOption,
     check_known,
+    check_picture,
     check_writable,
     numbers,
     resolve_device,
@@ -44,13 +45,17 @@ def _option(flag: str, metavar: str | None, text: str, *, of: Any = str) -> Any:
 _CASES = {
     "primitive": _option("--primitive", "NAME", "sparse_decode, sparse_prefill, ...; repeatable. Default: all.", of=list[str]),
     "heads": _option("--heads", "N,N", "Head counts of attention. Default: by primitive; 16 on a CPU."),
-    "rows": _option("--rows", "N,N", "Batch rows, tokens, workspace rows. Default: by primitive; few on a CPU."),
+    "rows": _option(
+        "--rows", "N,N", "Rows of a call: query tokens, or tokens written or gathered. Default: by primitive; few on a CPU."
+    ),
     "layout": _option("--layout", "LAYOUT", "fp8_ds_mla or bf16; repeatable. Default: by primitive.", of=list[str]),
     "topk": _option("--topk", None, "Indices per row. Default: 2048; 64 on a CPU.", of=int),
-    "backend": _option("--backend", "NAME", "This backend or implementation only; repeatable. Default: all.", of=list[str]),
+    "backend": _option("--backend", "NAME", "Only this backend or implementation; repeatable. Default: all.", of=list[str]),
 }
 """What is timed."""
-CheckRowsOption = Annotated[int, typer.Option("--check-rows", min=1, help="Attention rows that the oracle judges.")]
+CheckRowsOption = Annotated[
+    int, typer.Option("--check-rows", min=1, help="Attention rows that are compared with the float64 oracle.")
+]
 
 
 def _primitives(options: dict[str, Any], among: Collection[Primitive]) -> list[Primitive]:
@@ -83,21 +88,22 @@ def kernels(
         typer.Option(
             "--width",
             metavar="N,N",
-            help="Tokens of the cache or of a context, rows of the workspace, scores of a row. Default: a decode row of "
-            "attention shares no token with another.",
+            help="Tokens that rows choose from: of the cache, the workspace or a context. Default: by primitive; in "
+            "sparse_decode no two rows share a token.",
         ),
     ] = None,
     overlap: Annotated[
-        str, typer.Option("--overlap", metavar="P,P", help="Percent of a prefill token's indices that its neighbour has too.")
+        str, typer.Option("--overlap", metavar="P,P", help="Percent of a prefill token's indices that the next token has too.")
     ] = "0",
-    scale_format: Annotated[
-        Literal["pow2", "amax"], typer.Option("--scale-format", help="Of FP8 rows, read or written.")
-    ] = "pow2",
+    scale_format: Annotated[Literal["pow2", "amax"], typer.Option("--scale-format", help="Kind of FP8 scales.")] = "pow2",
     baselines: Annotated[
-        bool, typer.Option("--baselines/--no-baselines", help="Time what plugins bring as baselines, too.")
+        bool,
+        typer.Option(
+            "--baselines/--no-baselines", help="Also time the baselines: kernels of other projects that are installed."
+        ),
     ] = True,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 30,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0,
     out: OutOption = None,
     who: WhoOption = None,
     commit: CommitOption = None,
@@ -105,10 +111,13 @@ def kernels(
         bool, typer.Option("--all", help="Show every candidate of each case, and why candidates were skipped.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw time over rows, with matplotlib; .svg, .png or .pdf.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times, as `bench plot` does, into an .svg.")
     ] = None,
 ) -> None:
-    """Time kernels and their baselines. A wrong result gets no time; exit code 1 when one of ours is wrong or fails."""
+    """Time every implementation of a primitive beside the baselines. A wrong result gets no time.
+
+    Exit code 1 when a kernel of this project is wrong or fails, or nothing was timed.
+    """
     with command(as_json=as_json) as output:
         where = resolve_device(device)
         from mla_portable.bench.kernel_records import kernel_lines, kernel_run, times_of
@@ -120,9 +129,10 @@ def kernels(
 
         if out is not None and scale_format != "pow2":
             raise typer.BadParameter("must be pow2 beside --out: runs have no other times", param_hint="--scale-format")
-        for path, option in ((out, "--out"), (plot, "--plot")):
-            if path is not None:
-                check_writable(path, param_hint=option)
+        if out is not None:
+            check_writable(out, param_hint="--out")
+        if plot is not None:
+            check_picture(plot, param_hint="--plot")
         cpu = where.type == "cpu"
         cases = kernel_cases(
             _primitives(options, timed_primitives()),
@@ -149,14 +159,14 @@ def kernels(
                 seed=seed,
                 progress=advance,
             )
+        times = times_of(report)
         if file is not None:
-            times = times_of(report)
             file.add(times=times)
             output.note(f"{len(times)} times added to {out}")
         if plot is not None:
-            from mla_portable.bench.plot import lines_of_report, plot_lines
+            from mla_portable.bench.plot import picture_of
 
-            plot_lines(lines_of_report(report), plot, title=report.facts.name)
+            plot.write_text(picture_of(times, report.facts.name).svg, encoding="utf-8")
             output.note(f"drawn: {plot}")
         if as_json:
             found = {"run": kernel_run(report), "lines": kernel_lines(report), "refused": _refused(report)}
@@ -180,9 +190,9 @@ def tune(
         typer.Option("--out", metavar="FILE", help="The table to add to. Default: the one that plugins read, see docs/cli.md."),
     ] = None,
 ) -> None:
-    """Find the fastest configuration of every tunable kernel here. A wrong one never wins.
+    """Find the fastest configuration of each tunable kernel on this device. One with a wrong result is never chosen.
 
-    Exit code 1 when nothing could be tuned, or no configuration of something is right.
+    Exit code 1 when nothing could be tuned, or no configuration of a kernel gives right results.
     """
     with command(as_json=as_json) as output:
         where = resolve_device(device)

@@ -26,15 +26,22 @@ if TYPE_CHECKING:
 def matrix(
     device: Annotated[
         str | None,
-        typer.Argument(metavar="DEVICE", help="Every implementation of this device, by its profile, such as h200 or a100."),
+        typer.Argument(
+            metavar="DEVICE",
+            help="Show one device, by the name of its profile such as h200 or a100, with every implementation.",
+        ),
     ] = None,
     records: Annotated[
         Path | None,
         typer.Option(
-            "--records", metavar="DIR", help="The runs DIR/<release>/*.json.gz, with the profiles DIR/profiles beside ours."
+            "--records",
+            metavar="DIR",
+            help="Runs in DIR/<release>/*.json.gz and device profiles in DIR/profiles, beside the profiles that ship.",
         ),
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write MATRIX.md and matrix.json from the runs.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="In a checkout: write MATRIX.md and matrix.json from the runs.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what runs on which device by default, whether it is verified there, and how fast it is."""

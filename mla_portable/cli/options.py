@@ -34,16 +34,16 @@ DeviceOption = Annotated[
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="FILE", help="Add the results to the file of a run, .json.gz (docs/dev/evidence.md).", dir_okay=False
+        "--out", metavar="FILE", help="Add the results to the file of a run, a .json.gz (docs/dev/evidence.md).", dir_okay=False
     ),
 ]
 WhoOption = Annotated[
     str | None,
-    typer.Option("--who", metavar="NAME", help="Who runs this, in the file. Default: git's user.name, or the login."),
+    typer.Option("--who", metavar="NAME", help="Name for the file: who runs this. Default: git's user.name, or the login."),
 ]
 CommitOption = Annotated[
     str | None,
-    typer.Option("--commit", metavar="COMMIT", help="Of the code that runs, 40 digits, where git is not there to say it."),
+    typer.Option("--commit", metavar="COMMIT", help="Commit of the code that runs, 40 digits. Default: git's."),
 ]
 BackendOption = Annotated[
     str | None,
@@ -73,6 +73,11 @@ def resolve_device(text: str | None) -> torch.device:
         raise typer.BadParameter(f"must be cpu, the one CPU device (got {text!r})", param_hint="--device")
     where.make_current()
     return where.device
+
+
+def help_of(function: Callable[..., object]) -> str:
+    """A command's docstring as its help: a line for each paragraph, which the terminal wraps."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (function.__doc__ or "").split("\n\n"))
 
 
 def in_help(examples: Iterable[str]) -> str:
@@ -150,6 +155,14 @@ def check_writable(path: Path, *, param_hint: str) -> None:
     except OSError as error:
         why = f"{type(error).__name__}: {error.strerror}"
         raise typer.BadParameter(f"must be a file that can be written (got {path}: {why})", param_hint=param_hint) from error
+
+
+def check_picture(path: Path, *, param_hint: str) -> None:
+    """Refuse a picture of another kind than SVG, or that cannot be written. Raises: typer.BadParameter."""
+    if path.suffix != ".svg":
+        problem = f"must end in .svg (got {path}); a browser, Inkscape or rsvg-convert makes a .png or .pdf of it"
+        raise typer.BadParameter(problem, param_hint=param_hint)
+    check_writable(path, param_hint=param_hint)
 
 
 def primitive_named(text: str, *, param_hint: str) -> Primitive:

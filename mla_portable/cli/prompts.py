@@ -25,20 +25,30 @@ _LIMITS: Final = {False: 0.02, True: 0.06}
 def prompts(
     device: DeviceOption = None,
     heads: Annotated[str | None, typer.Option("--heads", metavar="N,N", help="Head counts. Default: 8,16,32,64,128.")] = None,
-    layout: Annotated[str, typer.Option("--layout", metavar="LAYOUT", help="Of the cache, fp8_ds_mla or bf16.")] = "fp8_ds_mla",
+    layout: Annotated[
+        str, typer.Option("--layout", metavar="LAYOUT", help="Layout of the cache: fp8_ds_mla or bf16.")
+    ] = "fp8_ds_mla",
     backend: Annotated[
-        str | None, typer.Option("--backend", metavar="NAME", help="Forced for every primitive that it offers.")
+        str | None, typer.Option("--backend", metavar="NAME", help="Force this backend where it has the primitive.")
     ] = None,
     widths: Annotated[
-        str, typer.Option("--head-dims", metavar="P,R,V", help="Widths of a head: 128,64,128 (V3.2) or 192,64,256 (GLM-5).")
+        str,
+        typer.Option(
+            "--head-dims",
+            metavar="P,R,V",
+            help="Widths of a head, without rope, of rope, of values: 128,64,128 (DeepSeek-V3.2) or 192,64,256 (GLM-5).",
+        ),
     ] = "128,64,128",
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 10,
-    fit: Annotated[bool, typer.Option("--fit", help="Print constants that fit these times, and choose by them.")] = False,
+    fit: Annotated[
+        bool,
+        typer.Option("--fit", help="Also print the constants of the choice that fit these times best, and choose by them."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Time a layer's prompts both ways, projections included, and show which one is chosen.
+    """Time a layer's prompts over latent rows and over keys of each head, projections included, and show the choice.
 
-    Exit code 1 where the two results differ.
+    Exit code 1 when the two results differ.
     """
     with command(as_json=as_json) as output:
         where = resolve_device(device)

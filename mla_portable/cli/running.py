@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -28,7 +29,7 @@ class Running:
     Attributes:
         where: as the user named it. engine: name and version, "" where it does not say. models: that it serves.
         serves: the plugin serves there; None where that cannot be seen. served: what it says of it. why: what speaks against
-            it, or why it cannot be seen. remedy: what to do then.
+            it, why it cannot be seen, or what to look at though it serves. remedy: what to do then.
     """
 
     where: str
@@ -53,7 +54,7 @@ def _log(where: str) -> Running:
         raise typer.BadParameter(f"must be {expected}", param_hint=_OPTION) from error
     served, refused = in_log(text), refusals_in_log(text)
     if served:
-        return Running(where, "", (), True, served, refused)
+        return Running(where, "", (), True, served, (*refused, *_slow(served)))
     why = refused or ("no line of the plugin says that it serves",)
     remedy = "run `mla-portable doctor` where the engine runs: it says whether the engine loads the plugin"
     return Running(where, "", (), False, (), why, remedy)
@@ -66,7 +67,7 @@ def _server(where: str) -> Running:
     engine = " ".join(filter(None, (_NAMES.get(owner, owner), str(_object(version).get("version", "")))))
     served = () if metrics is None else in_metrics(metrics)
     if served:
-        return Running(where, engine, names, True, served)
+        return Running(where, engine, names, True, served, _slow(served))
     look = f"`mla-portable doctor {_OPTION} FILE` looks at its log"
     if metrics is None:
         remedy = f"start SGLang with --enable-metrics; or {look}" if owner == "sglang" else look
@@ -78,6 +79,13 @@ def _server(where: str) -> Running:
     why = f"its /metrics are those of all its processes, and none has {METRIC}"
     remedy = f"run `mla-portable doctor` where the engine runs; {look}"
     return Running(where, engine, names, False, (), (why,), remedy)
+
+
+def _slow(served: Iterable[Serving]) -> tuple[str, ...]:
+    """What to say where plain torch serves."""
+    plain = sorted({each.primitive for each in served if each.implementation.startswith("reference.")})
+    why = "`mla-portable doctor`, where the engine runs, says why nothing else does"
+    return (f"plain torch (reference.torch) serves {', '.join(plain)}, which is slow: {why}",) if plain else ()
 
 
 def _get(url: str, path: str) -> str | None:

@@ -31,11 +31,11 @@ def _size(flag: str, text: str, *, of: Any = int, panel: str = "Size of the step
 
 _CACHE: dict[str, Any] = {"panel": "Cache"}
 _SIZES = {
-    "num_heads": _size("--heads", "Query heads of this rank. Default: 16 on a CPU, 128 on a GPU."),
+    "num_heads": _size("--heads", "Query heads per GPU. Default: 16 on a CPU, 128 on a GPU."),
     "topk": _size("--topk", "Indices per token. Default: 2048."),
     "decodes": _size("--decodes", "Requests that decode. Default: 8 on a CPU, 64 on a GPU."),
     "decode_query_len": _size("--query-len", "Tokens per decode, above 1 for speculative decoding. Default: 1."),
-    "prefills": _size("--prefills", "Requests that prefill; the first is fresh. Default: 2."),
+    "prefills": _size("--prefills", "Requests that prefill; the first has no context. Default: 2."),
     "prefill_tokens": _size("--prefill-tokens", "Tokens per prefill. Default: 64 on a CPU, 512 on a GPU."),
     "context": _size(
         "--context",
@@ -44,7 +44,7 @@ _SIZES = {
     "seed": _size("--seed", "Random seed; gives the same step on every device. Default: 0."),
     "block_size": _size("--block-size", "Tokens per block. Default: 64.", **_CACHE),
     "kv_layout": _size("--kv-layout", "fp8_ds_mla (default) or bf16.", of=str, metavar="LAYOUT", **_CACHE),
-    "scale_format": _size("--scale-format", "Of FP8 scales. Default: pow2.", of=Literal["pow2", "amax"], **_CACHE),
+    "scale_format": _size("--scale-format", "Kind of FP8 scales. Default: pow2.", of=Literal["pow2", "amax"], **_CACHE),
 }
 """Fields of StepShape; where one is not given, the default of the device holds."""
 
@@ -58,7 +58,8 @@ ForcedOption = Annotated[
     ),
 ]
 RouteOption = Annotated[
-    Literal["auto", "fused", "split", "direct", "upconvert"], typer.Option("--route", help="How primitives are composed.")
+    Literal["auto", "fused", "split", "direct", "upconvert"],
+    typer.Option("--route", help="How a layer composes the primitives."),
 ]
 CheckRowsOption = Annotated[
     int, typer.Option("--check-rows", min=0, help="Attention rows that the float64 oracle computes; 0 for all of them.")
@@ -72,18 +73,19 @@ def run(
     route: RouteOption = "auto",
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each part.")] = 5,
     max_seconds: Annotated[
-        float, typer.Option("--max-seconds", min=0, help="Stop the timed runs of a part after so long; 0 for no bound.")
+        float, typer.Option("--max-seconds", min=0, help="Seconds after which the timed runs of a part stop; 0 for no bound.")
     ] = _MAX_SECONDS,
     check_rows: CheckRowsOption = 64,
-    every: Annotated[bool, typer.Option("--all", help="Show every route, reason, error and quantile.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show every route, reason, error and percentile.")] = False,
     as_json: JsonOption = False,
     *,
     options: dict[str, Any],
 ) -> None:
-    """Run a DeepSeek-V3.2-shaped step (mixed prefill and decode, paged cache) on the best implementations found here.
+    """Run a DeepSeek-V3.2-shaped step (mixed prefill and decode, paged cache) on the implementations that are chosen here.
 
-    The step's output is checked against a float64 oracle. Then every primitive is checked and timed at the step's sizes, those
-    that the chosen route does without included.
+    The step's output is checked against a float64 oracle. Then every primitive is checked and timed at the step's sizes, also
+    those that the chosen route does not need.
+
     Exit code 1 when an error is beyond its tolerance or nothing can serve the step.
     """
     with command(as_json=as_json) as output:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from rich.console import RenderableType
@@ -71,12 +71,13 @@ def _words(decision: Decision, verdict: Verdict, state: State | None) -> str:
 
 
 def route_lines(
-    decision: RouteDecision, indexer: Decision | None, state: State | None = None, *, every: bool = False
+    decision: RouteDecision, beside: Mapping[str, Decision], state: State | None = None, *, every: bool = False
 ) -> Iterator[RenderableType]:
-    """How a layer composes the primitives: what serves each part of the chosen route, and the indexer.
+    """How a layer composes the primitives: what serves each part of the chosen route, prompts and the indexer.
 
     Args:
-        indexer: on the selection of its keys. every: show all routes, and all candidates for each part with the reasons.
+        beside: "prompts", over keys of each head, and "indexer", the selection of keys.
+        every: show all routes, and all candidates for each part with the reasons.
     """
     from mla_portable.attention.routes import WEIGHTS_TEXT
 
@@ -92,12 +93,13 @@ def route_lines(
     verb = "would be tried first" if state else "forced" if decision.forced else "chosen"
     yield Text("route: ").append(decision.chosen, "bold green").append(f" ({verb})")
     parts = [_part_row(each, state) for each in decision.verdict.parts]
-    if indexer is not None:
-        parts.append(_indexer_row(indexer, state))
+    if "prompts" in beside:
+        parts.append(["prompts", str(beside["prompts"].chosen), "over keys of each head, where faster"])
+    if "indexer" in beside:
+        parts.append(_indexer_row(beside["indexer"], state))
     spec = decision.spec
-    asked = (
-        f"{spec.num_heads} heads, {spec.max_num_reqs} decodes at once (--rows), {'lse' if spec.need_lse else 'no lse (--lse)'}"
-    )
+    cache, rows = f"{spec.kv_layout} (--layout)", f"{spec.max_num_reqs} decodes (--rows)"
+    asked = f"{spec.num_heads} heads, {cache}, {rows}, {'lse' if spec.need_lse else 'no lse'}"
     if not every:
         yield columns(["part", "served by", "why"], parts)
         yield Text(f"{asked}; --all shows more", "dim")
@@ -110,8 +112,8 @@ def route_lines(
     for part in {each.decision.request: each for each in decision.verdict.parts}.values():
         yield from decision_lines(part.decision, state, part=part_name(part))
         yield ""
-    if indexer is not None:
-        yield from decision_lines(indexer, state, part="indexer")
+    for name, each in beside.items():
+        yield from decision_lines(each, state, part=name)
         yield ""
     yield Text(WEIGHTS_TEXT, "dim")
     yield Text(f"asked as a layer in vLLM does: {asked}", "dim")
@@ -132,8 +134,9 @@ def _indexer_row(decision: Decision, state: State | None) -> list[str]:
 
     if decision.chosen is None:
         return ["indexer", "NOTHING", decision.failure_text().partition("\n")[0]]
-    by_default = "if the engine's DeepGEMM is not used" if deep_gemm_serves(decision.request.device) else ""
-    return ["indexer", decision.chosen, by_default or _why(decision, state)]
+    if deep_gemm_serves(decision.request.device):
+        return ["indexer", "the engine's own", f"DeepGEMM; on request {decision.chosen}"]
+    return ["indexer", decision.chosen, _why(decision, state)]
 
 
 def _why(decision: Decision, state: State | None) -> str:

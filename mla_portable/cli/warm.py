@@ -11,7 +11,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from mla_portable.cli.options import DeviceOption, JsonOption, check_known, resolve_device
+from mla_portable.cli.options import JsonOption, check_known, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
@@ -19,24 +19,35 @@ if TYPE_CHECKING:
 
 
 def warm(
-    device: DeviceOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="torch's name: cuda, cuda:N, ... Default: the first accelerator."),
+    ] = None,
     heads: Annotated[
         list[int] | None,
-        typer.Option("--heads", metavar="N", min=1, help="Query heads of a rank; repeatable. Default: 16 and 128."),
+        typer.Option("--heads", metavar="N", min=1, help="Query heads per GPU; repeatable. Default: 16 and 128."),
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option("--layout", metavar="LAYOUT", help="Of the cache; repeatable. Default: fp8_ds_mla, bf16."),
+        typer.Option("--layout", metavar="LAYOUT", help="Layout of the cache; repeatable. Default: fp8_ds_mla and bf16."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compile every kernel that layers of DeepSeek-V3.2 run on this device, and keep it in the caches on disk.
 
-    It runs each layer, its prompts and the indexer once at several sizes, so it needs the device. Copy the folders that it
-    names to nodes with the same device and software. Exit code 1 when nothing can serve some of it.
+    It runs each layer, its prompts and the indexer once at several sizes, so it needs the device. To start nodes without a
+    compiler, copy the folders that it names to nodes with the same device and software.
+
+    Exit code 1 when nothing can serve one of them.
     """
     with command(as_json=as_json) as output:
         where = resolve_device(device)
+        if device is None and where.type == "cpu":
+            from mla_portable.registry.facts import why_no_accelerator
+
+            problem = f"must be given where there is no accelerator ({why_no_accelerator()}): the device itself compiles"
+            tries = "`--device cpu` tries the command, and `python -m mla_portable_triton.compile_all sm80` compiles Triton's "
+            raise typer.BadParameter(f"{problem}. {tries}kernels for an NVIDIA GPU elsewhere", param_hint="--device")
         from mla_portable.bench.warm import warm as run
         from mla_portable.dispatch import current_registry
         from mla_portable.engine.deepseek import HEADS

@@ -42,8 +42,8 @@ class Request(Generic[F]):
             elements. Any other value in it is the lse.
         context_parallel: the cache holds one rank's share of each sequence (`ContextShare`), of several ranks.
         clean_indices: a promise about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what
-            stands past a row's length is -1, so that `lengths` only repeats it. It saves work and never decides what can run.
-            Violating this promise can read out-of-bounds memory.
+            stands past a row's length, which is 0 to K, is -1, so that `lengths` only repeats it. It saves work and never
+            decides what can run. Violating this promise can read out-of-bounds memory.
         clean_lengths: likewise of `lengths`: each is 0 to K, and no index in front of it is negative: they count compacted
             indices.
         finite_values: a promise about `k` and `v`: no row of them holds NaN or infinity, those of no request and of other

@@ -10,10 +10,14 @@ from typing import Any, Final, NamedTuple
 from mla_portable.attention import AttentionSpec, RouteDecision
 from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.engine.routing import served_by
+from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
 
 HEADS: Final = (16, 128)
 """DeepSeek-V3.2's 128 query heads over eight ranks, and on one."""
+
+V4_HEADS: Final = (8, 64)
+"""DeepSeek-V4-Flash's 64 query heads over eight ranks, and on one."""
 
 DEEP_GEMM_ARCHS: Final = ("sm90", "sm10", "sm12")
 """What engines say of DeepGEMM: it serves Hopper, and both families of Blackwell."""
@@ -45,6 +49,25 @@ def layer_spec(
     )
 
 
+def v4_layer_spec(num_heads: int, *, max_model_len: int = 131072) -> AttentionSpec:
+    """What a layer of DeepSeek-V4 with selected tokens asks for: a window of 128 tokens, and 512 that stand for four each."""
+    return AttentionSpec(
+        num_heads=num_heads,
+        softmax_scale=FP8_V4.value_width**-0.5,
+        max_num_tokens=8192,
+        max_num_reqs=256,
+        max_model_len=max_model_len,
+        kv_layout=FP8_V4.name,
+        topk=128,
+        scale_format="pow2",
+        need_lse=False,
+        attn_sink=True,
+        concat_query=False,
+        extra_topk=512,
+        extra_block_size=64,
+    )
+
+
 def indexer_requests(facts: DeviceFacts, topk: int = 2048) -> tuple[Request, Request]:
     """What the indexer of vLLM's fused path asks for: its selection, and the writer of its keys where vLLM's does not work."""
     layout: dict[str, Any] = {"kv_layout": "index_fp8", "block_size": 64, "graph": True}
@@ -66,6 +89,8 @@ def scorer(facts: DeviceFacts, *, ours: str, theirs: str, asked: str) -> str:
         ours, theirs: how an engine's plugin calls this project's functions, and the engine's own with DeepGEMM. asked: the
             setting that asks for ours on every device, "" where DeepGEMM comes first.
     """
+    if facts.device_type == "cpu":
+        return "not known on a CPU; ask on the device that serves"
     if asked:
         return f"{ours}: {asked}"
     if deep_gemm_serves(facts):

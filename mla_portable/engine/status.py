@@ -20,6 +20,7 @@ class EngineStatus:
         version: of the engine, None where it is not installed. registered: the engine will load the plugin, and can use it.
         mode: as it takes effect. note: what stands in the way, or what the mode means here.
         choices: for each cache layout and heads of a rank. indexer: whose indexer, or whose scores, and what serves them.
+        models: (model, whose attention serves it) of those that are chosen for in another way.
     """
 
     version: str | None
@@ -28,6 +29,7 @@ class EngineStatus:
     note: str
     choices: tuple[Choice, ...] = ()
     indexer: str = ""
+    models: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "choices": [choice._asdict() for choice in self.choices]}

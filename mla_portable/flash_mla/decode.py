@@ -14,16 +14,18 @@ from mla_portable.contracts.values import describe, refuse
 from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
 from mla_portable.flash_mla.schedule import FlashMLASchedMeta
 from mla_portable.flash_mla.statistics import as_flashmla
-from mla_portable.layouts import CacheLayout
+from mla_portable.layouts import FP8_NOPE, CacheLayout
 from mla_portable.primitives import sparse_decode
 
 _WHERE: Final = "flash_mla_with_kvcache"
 _CACHE: Final = "[blocks, page_block_size, 1, row width]"
 _BYTES: Final = (torch.float8_e4m3fn, torch.int8)
 """Names that FlashMLA has for the bytes of a quantised row, besides uint8."""
-_FORMATS: Final = {"V32": 656, "V4": 584}
+_NAMED: Final = "V32_NO_ROPE"
+"""The format that a caller must name: rows of V41 have as many bytes, and other scales."""
+_FORMATS: Final = {"V32": 656, _NAMED: FP8_NOPE.row_bytes, "V4": 584}
 """`kv_format` -> bytes of a row."""
-_OTHER_FORMATS: Final = ("V32_NO_ROPE", "V41", "V41_FP4")
+_OTHER_FORMATS: Final = ("V41", "V41_FP4")
 TENSORS: Final = TensorTable(
     _WHERE,
     {
@@ -70,8 +72,9 @@ def flash_mla_with_kvcache(
 
     Args:
         q: [b, s_q, h_q, width of a key] bf16, any number of heads, any strides but that of the last dimension.
-        k_cache: [blocks, page_block_size, 1, row width]: bf16 rows of 576 or 512, or the bytes of quantised rows, 656 (V3.2) or
-            584 (V4), as uint8, int8 or float8_e4m3fn. Blocks may lie further apart than a block is long.
+        k_cache: [blocks, page_block_size, 1, row width]: bf16 rows of 576 or 512, or the bytes of quantised rows, 656 (V3.2),
+            528 (V3.2 without RoPE) or 584 (V4), as uint8, int8 or float8_e4m3fn. Blocks may lie further apart than a block is
+            long.
         block_table, cache_seqlens, num_splits, use_legacy: ignored.
         head_dim_v: 512. tile_scheduler_metadata: from `get_mla_metadata` or `get_mla_decoding_metadata`; None is taken too.
         softmax_scale: factor on q.k, by default one over the square root of the width of a key.
@@ -82,7 +85,8 @@ def flash_mla_with_kvcache(
         extra_k_cache, extra_indices_in_kvcache: a second cache of the same layout, with pages of any size, and [b, s_q,
             extra_topk] int32 slots of it; a token attends to what both lists name.
         topk_length, extra_topk_length: [b] int32; only that many leading indices of a request's tokens are read.
-        kv_format: None, or the name of the layout that the cache has: "V32" or "V4".
+        kv_format: None, or the name of the layout that the cache has: "V32", "V32_NO_ROPE" or "V4". Rows of 528 bytes are taken
+            for "V32_NO_ROPE" only where it is given.
         enable_batch_invariant: False. descale_q, descale_k: None, they are for dense decode.
         out: [b, s_q, h_q, 512] bf16, written; by default allocated.
     Returns: (out, lse); lse is [b, h_q, s_q] float32, a transposed view, the natural logarithm without the sink; a token
@@ -96,6 +100,8 @@ def flash_mla_with_kvcache(
     check_dense(_WHERE, "q", q, "[b, s_q, h_q, width]")
     cache = _rows("k_cache", k_cache, kv_format)
     layout, page_block_size, _, _ = check_cache(_WHERE, "k_cache", cache, q.device)
+    if layout is FP8_NOPE and kv_format is None:
+        refuse(_WHERE, "kv_format", "None for rows of 528 bytes", f"{_NAMED!r}: rows of V41, not served here, have as many")
     if is_fp8_kvcache is not None and bool(is_fp8_kvcache) != layout.is_quantized:
         refuse(_WHERE, "is_fp8_kvcache", is_fp8_kvcache, f"{layout.is_quantized} for a cache of {layout.dtype}, or None")
     extra_cache, extra_block_size = _second(extra_k_cache, extra_indices_in_kvcache, extra_topk_length, layout, q.device)
@@ -131,8 +137,7 @@ def _rows(argument: str, cache: Any, kv_format: Any) -> Tensor:
     rows = without_head(_WHERE, argument, cache, 4, _CACHE)
     if kv_format is not None:
         if kv_format in _OTHER_FORMATS:
-            remedy = "A latent of 512 without a rotary part can be stored in rows of V32." if kv_format == "V32_NO_ROPE" else ""
-            refuse(_WHERE, "kv_format", kv_format, f"{' or '.join(_FORMATS)}, which have kernels here", remedy)
+            refuse(_WHERE, "kv_format", kv_format, f"{', '.join(_FORMATS)}, which have kernels here")
         if kv_format not in _FORMATS:
             refuse(_WHERE, "kv_format", describe(kv_format), f"None, or one of {', '.join((*_FORMATS, *_OTHER_FORMATS))}")
         if rows.dtype.itemsize != 1 or rows.shape[-1] != _FORMATS[kv_format]:

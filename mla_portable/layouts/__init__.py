@@ -13,6 +13,7 @@ from mla_portable.layouts.fp8_ds_mla import (
     decode_e4m3,
     tile_scales,
 )
+from mla_portable.layouts.fp8_nope import FP8_NOPE
 from mla_portable.layouts.fp8_v4 import FP8_V4, V4_CODES, V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALE_GROUP
 from mla_portable.layouts.index import INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE, INDEX_LEAST_AMAX, index_query_dtype
 
@@ -21,6 +22,7 @@ __all__ = [
     "BF16_NOPE",
     "E4M3_MAX",
     "FP8_DS_MLA",
+    "FP8_NOPE",
     "FP8_V4",
     "HEAD_SIZE",
     "INDEX",

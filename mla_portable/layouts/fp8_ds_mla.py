@@ -33,12 +33,12 @@ _ROW_BYTES: Final = _ROPE_OFFSET + 2 * QK_ROPE_HEAD_DIM
 
 
 class Fp8DsMla(CacheLayout):
-    """Rows of e4m3 codes with float32 scales."""
+    """Rows of e4m3 codes with float32 scales, and of a rotary part or none (`fp8_nope`)."""
 
     __slots__ = ()
 
     def pack(self, latent: Tensor, rope: Tensor, scale_format: str | None = None) -> Tensor:
-        """[T, 512] and [T, 64] as [T, 656] uint8.
+        """[T, 512] and [T, 64 or 0] as [T, 656 or 528] uint8.
 
         Values are divided by their scale in float32 and rounded to the nearest e4m3, ties to even, saturating at 448; the
         rotary part is stored as bfloat16.
@@ -50,16 +50,16 @@ class Fp8DsMla(CacheLayout):
         return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8), rope.view(torch.uint8)], dim=-1)
 
     def split(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[..., 656] uint8 as [..., 512] and [..., 64] of `dtype`; the rotary part is exact."""
+        """[..., 656 or 528] uint8 as [..., 512] and [..., 64 or 0] of `dtype`; the rotary part is exact."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         rows = rows.clone() if rows.storage_offset() % 4 else rows.contiguous()  # for views of wider numbers
-        flat = rows.view(-1, _ROW_BYTES)
+        flat = rows.view(-1, self.row_width)
         latent = decode_e4m3(flat[:, :KV_LORA_RANK]).to(wide)
         scales = flat[:, KV_LORA_RANK:_ROPE_OFFSET].view(torch.float32).to(wide)  # [n, 4]
         latent.unflatten(1, (_NUM_SCALES, SCALE_GROUP)).mul_(scales.unsqueeze(-1))
         rope = flat[:, _ROPE_OFFSET:].view(torch.bfloat16)
         lead = rows.shape[:-1]
-        return latent.to(dtype).view(*lead, KV_LORA_RANK), rope.to(dtype).view(*lead, QK_ROPE_HEAD_DIM)
+        return latent.to(dtype).view(*lead, KV_LORA_RANK), rope.to(dtype).view(*lead, self.rope_width)
 
 
 FP8_DS_MLA: Final = add_layout(

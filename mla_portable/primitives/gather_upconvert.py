@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather_upconvert: copy each request's cached tokens into consecutive bf16 rows of a workspace, undoing the FP8 scales."""
+"""gather_upconvert: copy each request's cached tokens into consecutive rows of a BF16 workspace, dequantizing FP8."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TENSORS: Final = TensorTable(
 
 
 class GatherUpconvert(Protocol):
-    """Copy each request's cached tokens into consecutive bf16 rows of a workspace, undoing the FP8 scales.
+    """Copy each request's cached tokens into consecutive rows of a BF16 workspace, dequantizing FP8.
 
     kv_cache as in CacheWrite; block_table [P, columns] int32; seq_lens [P] int32; workspace_starts [P] int32, first row
     of each request in `out` [W, 576] bf16. latent = bf16(e4m3 * float32 scale), rope bit for bit. Rows that no request
@@ -54,7 +54,7 @@ def gather_upconvert(
     out: Tensor,
     backend: str | None = None,
 ) -> Tensor:
-    """Copy the cached tokens of each prefill request into consecutive bf16 rows, undoing the FP8 scales.
+    """Copy the cached tokens of each prefill request into consecutive BF16 rows, dequantizing FP8.
 
     Args:
         kv_cache: [blocks, block_size, 656] uint8 or [blocks, block_size, 576] bf16.

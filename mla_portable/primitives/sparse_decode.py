@@ -16,13 +16,13 @@ from mla_portable.contracts import (
     attention_results,
 )
 from mla_portable.contracts.rules import check_cache, check_dense, check_disjoint
+from mla_portable.contracts.second_cache import check_second_cache, is_nope, second_cache
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_scale, describe, refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.layouts import KV
 from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
-from mla_portable.primitives._second_cache import check_second_cache, is_nope, second_cache
 
 __all__ = ["SPARSE_DECODE", "SparseDecode", "sparse_decode"]
 

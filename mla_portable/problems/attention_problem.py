@@ -46,7 +46,7 @@ class AttentionParams(Params):
         size: magnitudes of queries and tokens (`draw.SIZES`).
         schedule: the kind to pass, None for no schedule.
         with_lse: it is asked for.
-        promised: indices are clean, as the request then says; what is absent is -1, past a length as well.
+        promised: indices are clean, as the request then says; what is absent is -1, past a length, 0 to K, as well.
         extra_topk: K of a second cache, None for none. extra_block_size: its block size, None where kv is flat.
         extra_pattern, extra_lengths: as `pattern` and `lengths`, of its list.
         nope: queries are as wide as the latent, and the rotary part of the rows is not read.
@@ -213,6 +213,8 @@ def _drawn(params: AttentionParams, kv: _KV, g: torch.Generator) -> DrawnKeys:
         order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
         indices, original_indices = indices.gather(1, order), original_indices.gather(1, order)
         lengths = (indices >= 0).sum(1, dtype=torch.int32)
+    elif params.promised and lengths is not None:
+        lengths = lengths.clamp(0, topk)
     return DrawnKeys(kv.placed, kv.original, indices, original_indices, lengths)
 
 

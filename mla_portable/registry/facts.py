@@ -78,17 +78,17 @@ def resolve_device(device: torch.device | str) -> torch.device:
             "device",
             got=f"{found.type}:{index}",
             expected=f"one of the {count} {found.type} devices here" if count else "a device that is here",
-            remedy="" if count else _why_none(found.type),
+            remedy="" if count else f"No {found.type.upper()} device: {why_no_accelerator()}.",
         )
     return torch.device(found.type, index)
 
 
-def _why_none(device_type: str) -> str:
-    """Why there is no device of the type. torch names the accelerator that it was built for, whether one is there or not."""
+def why_no_accelerator() -> str:
+    """Why none is here. torch names the accelerator that it was built for, whether one is there or not."""
     build = f"this torch ({torch.__version__})"
     if torch.accelerator.current_accelerator() is None:
-        return f"No {device_type.upper()} device: {build} is a CPU build."
-    return f"No {device_type.upper()} device: {build} finds none; `python -m torch.utils.collect_env` shows the driver."
+        return f"{build} is a CPU build"
+    return f"{build} finds none; `python -m torch.utils.collect_env` shows the driver"
 
 
 def collect(device: torch.device) -> RawDevice:

@@ -10,13 +10,15 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from mla_portable.sglang import indexer, places, prompts, serving
+from mla_portable.sglang import indexer, model, places, pool_rows, prompts, serving
 
 
 def hook_of(place: places.Place) -> Callable[..., Any]:
     """The hook of a place, as SGLang's registry takes it: AROUND (original, *args), AFTER (result, *args)."""
     if place in places.INDEXER:
         return functools.partial(_select, place.name)
+    if place == places.POOLED_SCHEDULE:
+        return indexer.module
     return _HOOKS[place.name]
 
 
@@ -34,6 +36,22 @@ def _calls(method: str, serve: Callable[..., Any]) -> Callable[..., Any]:
         return serve(server, backend, *args, **kwargs)
 
     return around
+
+
+def _serves(backend: Any, dsa_impl: str) -> bool:
+    """The method of one of SGLang's implementations is served here."""
+    server = getattr(backend, serving.SERVER, None)
+    return server is not None and model.METHOD_OF.get(dsa_impl) in server.methods
+
+
+def _resolve_kpool_tail_backend(original: Callable[..., Any], backend: Any, topk_indices: Any, dsa_impl: str) -> str:
+    return dsa_impl if _serves(backend, dsa_impl) else original(backend, topk_indices, dsa_impl)
+
+
+def _check_kpool_tail_backend(original: Callable[..., Any], backend: Any, topk_indices: Any, dsa_impl: str, phase: str) -> None:
+    """A list is as wide as it is: keys behind the last whole pool are slots like others."""
+    if not _serves(backend, dsa_impl):
+        original(backend, topk_indices, dsa_impl, phase)
 
 
 def _compute_flashmla_metadata(original: Callable[..., Any], backend: Any, cache_seqlens: Any, seq_len_q: int) -> Any:
@@ -105,6 +123,8 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     places.SPARSE: _calls(places.SPARSE, serving.Server.flashmla_sparse),
     places.KV: _calls(places.KV, serving.Server.flashmla_kv),
     places.FA3: _calls(places.FA3, serving.Server.fa3),
+    "_resolve_kpool_tail_backend": _resolve_kpool_tail_backend,
+    "_check_kpool_tail_backend": _check_kpool_tail_backend,
     "_compute_flashmla_metadata": _compute_flashmla_metadata,
     "__init__": _built,
     "init_forward_metadata": _planned,
@@ -112,4 +132,8 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "get_indexer_metadata": _get_indexer_metadata,
     "forward_absorb_prepare": _absorb_prepare,
     "forward_absorb_core": _absorb_core,
+    "_quantize_k_cache_fast": pool_rows.quantise,
+    "_quantize_k_cache_fast_separate": pool_rows.quantise_apart,
+    "dequantize_k_cache_paged_dsa": pool_rows.gather,
+    "dequantize_k_cache_paged": pool_rows.gather,
 }

@@ -2,13 +2,15 @@
 # pyright: basic
 """Whose functions score the indexer's keys: DeepGEMM's, or those of `mla_portable.deep_gemm` by the same names.
 
-SGLang 0.5.23 asks four functions for them; 0.5.16 calls DeepGEMM's module, in whose place a `LateDeepGemm` stands there.
+SGLang 0.5.23 asks four functions for them; 0.5.16 calls DeepGEMM's module, in whose place a `LateDeepGemm` stands there, as it
+does in 0.5.23's indexer of pools of keys.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
@@ -62,6 +64,11 @@ def select(name: str, original: Any) -> Any:
     if not choice().ours:
         return original()
     return deep_gemm.get_num_sms() if name == "resolve_num_sms" else OURS[name]
+
+
+def module(original: Callable[[], Any]) -> Any:
+    """What has DeepGEMM's functions. original: gives DeepGEMM's own module."""
+    return deep_gemm if choice().ours else original()
 
 
 class LateDeepGemm:

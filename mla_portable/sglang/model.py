@@ -4,16 +4,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from mla_portable.attention import AttentionSpec
 from mla_portable.contracts import neutral_defaults
-from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, KV_LORA_RANK, LAYOUTS, QK_ROPE_HEAD_DIM
 from mla_portable.sglang.places import FA3, KV, SPARSE
 
 PAGE: Final = 64
 """Tokens of a page; SGLang's own kernels assert it."""
-_ROPE: Final = LAYOUTS["bf16"].rope_width
+_POOLS: Final[Mapping[tuple[int, bool], str]] = {
+    (QK_ROPE_HEAD_DIM, False): BF16.name,
+    (QK_ROPE_HEAD_DIM, True): FP8_DS_MLA.name,
+    (0, False): BF16_NOPE.name,
+    (0, True): FP8_NOPE.name,
+}
+"""(width of the rotary part, FP8 rows with scales) -> layout."""
 METHOD_OF: Final = {"flashmla_sparse": SPARSE, "flashmla_kv": KV, "fa3": FA3}
 """Values of --dsa-prefill-backend and --dsa-decode-backend -> the method that serves them."""
 
@@ -35,12 +42,19 @@ def _methods_of(name: str) -> tuple[str, ...]:
 
 def pool_layout(backend: Any) -> str:
     """The layout of the rows in SGLang's cache."""
-    return "fp8_ds_mla" if backend.dsa_kv_cache_store_fp8 else "bf16"
+    return _POOLS[backend.qk_rope_head_dim, backend.dsa_kv_cache_store_fp8]
 
 
 def layouts_of(method: str, backend: Any) -> str:
     """The layout of the rows that a method reads: those of the cache, but for rows that SGLang gathers in BF16."""
-    return pool_layout(backend) if method == KV else "bf16"
+    pool = pool_layout(backend)
+    return pool if method == KV else LAYOUTS[pool].workspace.name
+
+
+def keys_of_pool(backend: Any) -> int:
+    """Keys of which the indexer scores one mean (GLM-5.3-Flash), 1 where it scores each; then a row's list has up to so many
+    slots less one beside the top-k: keys behind the last whole pool."""
+    return getattr(backend, "dsa_index_kpool", 1)
 
 
 def has_sinks(model_runner: Any) -> bool:
@@ -55,11 +69,10 @@ def refusals(backend: Any, model_runner: Any) -> list[str]:
     widths = backend.kv_lora_rank, backend.qk_rope_head_dim
     checks = (
         (
-            widths != (KV_LORA_RANK, _ROPE),
-            f"a latent of {widths[0]} and {widths[1]} of rope (supports {KV_LORA_RANK} and {_ROPE})",
+            widths[0] != KV_LORA_RANK or (widths[1], False) not in _POOLS,
+            f"a latent of {widths[0]} and {widths[1]} of rope (supports {KV_LORA_RANK}, and {QK_ROPE_HEAD_DIM} or 0)",
         ),
         (page != PAGE, f"pages of {page} tokens (supports {PAGE})"),
-        (getattr(backend, "dsa_index_kpool", 1) > 1, "an indexer that scores pools of keys (supports single keys)"),
         (getattr(backend, "dcp_size", 1) > 1, "decode context parallelism (supports 1 rank)"),
         (backend.hisparse_coordinator is not None, "HiSparse, a KV cache in host memory (supports a cache on the device)"),
         (
@@ -78,13 +91,13 @@ def make_spec(backend: Any, model_runner: Any, layout: str, *, attn_sink: bool) 
     rows = backend.req_to_token_pool.size * tokens
     return AttentionSpec(
         num_heads=backend.num_q_heads,
-        softmax_scale=(KV_LORA_RANK + _ROPE) ** -0.5,  # of a spec; each call brings its layer's
+        softmax_scale=LAYOUTS[layout].key_width ** -0.5,  # of a spec; each call brings its layer's
         max_num_tokens=rows,
         max_num_reqs=rows,
         max_model_len=backend.max_context_len,
         kv_layout=layout,
         block_size=PAGE,
-        topk=backend.dsa_index_topk,
+        topk=backend.dsa_index_topk + keys_of_pool(backend) - 1,
         scale_format=None,
         need_lse=False,
         attn_sink=attn_sink,

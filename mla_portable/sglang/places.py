@@ -19,6 +19,8 @@ CONTEXT_MODULE: Final = "sglang.srt.model_executor.forward_context"
 SELECTORS: Final = "sglang.srt.layers.attention.dsa.utils"
 DEEP_GEMM_USERS: Final = (BACKEND_MODULE, "sglang.srt.layers.attention.dsa.dsa_indexer")
 """Modules that call DeepGEMM by its module's name, where there are no selectors (0.5.16)."""
+POOLED_INDEXER: Final = "sglang.srt.layers.attention.dsa.dsa_indexer_kpool"
+"""The indexer of pools of keys does so too, beside the selectors."""
 
 AROUND: Final = "AROUND"
 AFTER: Final = "AFTER"
@@ -79,6 +81,13 @@ ATTENTION: Final = (
 )
 """Methods of the backend object; decode, extend, target verify and draft all call them."""
 
+_POOLED: Final = "sglang.srt.layers.attention.dsa.dsa_backend_kpool.DeepseekSparseAttnBackendKPoolMixin"
+POOLS: Final = (
+    Place(f"{_POOLED}._resolve_kpool_tail_backend", AROUND, ("self", "topk_indices", "dsa_impl"), optional=True),
+    Place(f"{_POOLED}._check_kpool_tail_backend", AROUND, ("self", "topk_indices", "dsa_impl", "phase"), optional=True),
+)
+"""Where SGLang reroutes, or refuses, implementations for an indexer that scores pools of keys."""
+
 LAYER_MODULE: Final = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
 LAYER: Final = f"{LAYER_MODULE}.DeepseekMLAForwardMixin"
 PROMPTS: Final = (
@@ -93,6 +102,25 @@ PROMPTS: Final = (
 )
 """What attends to prompts over keys of each head goes through: the indexer's choice of slots or positions, and the layer."""
 
+_ROWS = ("k_nope", "k_rope", "group_size")
+FP8_ROWS: Final = (
+    *(
+        Place(f"sglang.kernels.ops.{module}.{name}", AROUND, _ROWS, optional=True)
+        for module in ("quantization.dsa_quant_k_cache", "attention.dsa.quant_k_cache")  # from 0.5.23 on; 0.5.16
+        for name in ("_quantize_k_cache_fast", "_quantize_k_cache_fast_separate")
+    ),
+    *(
+        Place(
+            f"sglang.kernels.ops.attention.dsa.dequant_k_cache.{name}",
+            AROUND,
+            ("quant_k_cache", "page_table_1_flattened", "group_size"),
+            optional=True,
+        )
+        for name in ("dequantize_k_cache_paged_dsa", "dequantize_k_cache_paged")
+    ),
+)
+"""Functions that launch the kernels of FP8 rows; whatever writes or gathers them calls one of these."""
+
 INDEXER: Final = tuple(
     Place(f"{SELECTORS}.{name}", AROUND, optional=True)
     for name in (
@@ -104,7 +132,10 @@ INDEXER: Final = tuple(
 )
 """Functions that return one of DeepGEMM's."""
 
-PLACES: Final = (*ATTENTION, *PROMPTS, *INDEXER)
+POOLED_SCHEDULE: Final = Place("sglang.srt.layers.attention.dsa.kpool_plan._get_deep_gemm", AROUND, optional=True)
+"""Where the schedules of that indexer take DeepGEMM's module from."""
+
+PLACES: Final = (*ATTENTION, *POOLS, *PROMPTS, *FP8_ROWS, *INDEXER, POOLED_SCHEDULE)
 
 
 def objections(parameters_of: Callable[[str], Collection[str] | None]) -> Iterator[str]:

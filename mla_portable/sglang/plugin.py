@@ -52,15 +52,19 @@ def _register() -> list[str]:
         raise ChangedSGLang(f"this SGLang is not one that it knows: {'; '.join(found)}")
     names: list[str] = []
     for place in places.PLACES:
-        if place in places.INDEXER and settings.indexer() == "off":
+        if place in (*places.INDEXER, places.POOLED_SCHEDULE) and settings.indexer() == "off":
             continue
         if place.optional and _resolve(place.target) is None:
             continue
         HookRegistry.register(place.target, hooks.hook_of(place), HookType[place.kind])
         names.append(place.target.removeprefix("sglang.srt.layers.attention."))
-    if settings.indexer() != "off" and not any(place.name in name for place in places.INDEXER for name in names):
+    if settings.indexer() == "off":
+        return names
+    if not any(place.name in name for place in places.INDEXER for name in names):
         indexer.replace_modules(places.DEEP_GEMM_USERS)
         names.append("DeepGEMM's module")
+    elif _resolve(places.POOLED_INDEXER) is not None:
+        indexer.replace_modules((places.POOLED_INDEXER,))
     return names
 
 

@@ -23,12 +23,12 @@ from mla_portable.engine.routing import attention_served_by, attention_serving
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import get_registry
-from mla_portable.sglang import model, prompts, settings, stock
+from mla_portable.sglang import model, pool_rows, prompts, settings, stock
 
 SERVER: Final = "_mla_portable"
 """The attribute of SGLang's backend object that holds its Server."""
 
-_shared: WeakValueDictionary[tuple[AttentionSpec, torch.device], SlotAttention] = WeakValueDictionary()
+_shared: WeakValueDictionary[tuple[AttentionSpec, torch.device, bool], SlotAttention] = WeakValueDictionary()
 
 
 class Server:
@@ -43,8 +43,10 @@ class Server:
         """Bind what serves the methods named by `reasons`. Raises: UnsupportedRoute with every reason."""
         self.reasons, self.methods = dict(reasons), frozenset(reasons)
         self._pool = model.pool_layout(backend)
+        self._plain = LAYOUTS[self._pool].workspace.name  # rows that SGLang gathers from an FP8 cache
         self._device = torch.device(model_runner.device)
         self._spec = functools.partial(model.make_spec, backend, model_runner)
+        self._clean = model.keys_of_pool(backend) == 1
         self._attentions: dict[tuple[str, bool], SlotAttention] = {}
         sinks = model.has_sinks(model_runner)
         for method in reasons:
@@ -63,7 +65,7 @@ class Server:
         """For rows of a layout. Bound when the backend is built, unless a layer has a sink that the config does not name."""
         found = self._attentions.get((layout, attn_sink))
         if found is None:
-            found = _attention(self._spec(layout, attn_sink=attn_sink), self._device)
+            found = _attention(self._spec(layout, attn_sink=attn_sink), self._device, clean=self._clean)
             self._attentions[layout, attn_sink] = found
         return found
 
@@ -86,16 +88,16 @@ class Server:
     ) -> Tensor:
         """SGLang's `_forward_flashmla_sparse`: rows of a BF16 cache, or rows that were gathered from an FP8 cache.
 
-        q_all [T, H, 576], kv_cache [rows, 1, 576] bf16, page_table_1 [T, K] int32, topk_length [T or more] int32,
+        q_all [T, H, 576 or 512], kv_cache [rows, 1, 576 or 512] bf16, page_table_1 [T, K] int32, topk_length [T or more] int32,
         attn_sink [H] float32. Returns: [T, H, 512].
         """
         rows = kv_cache.squeeze(1)
-        return self.attention("bf16", attn_sink=attn_sink is not None).forward(
+        return self.attention(self._plain, attn_sink=attn_sink is not None).forward(
             q_all,
             rows,
             page_table_1,
             softmax_scale=sm_scale,
-            decodes=self._pool == "bf16" and backend.forward_metadata.max_seq_len_q <= 1,
+            decodes=self._pool == self._plain and backend.forward_metadata.max_seq_len_q <= 1,
             lengths=_rows(topk_length, q_all.shape[0]),
             attn_sink=attn_sink,
         )
@@ -113,8 +115,8 @@ class Server:
     ) -> Tensor:
         """SGLang's `_forward_flashmla_kv`: the cache as it is, FP8 or BF16.
 
-        q_all [T, H, 576] or of that many elements; kv_cache [slots, 1, 656] of 8 bits or [slots, 1, 576] bf16.
-        Returns: [T, 1, H, 512].
+        q_all [T, H, 576 or 512] or of that many elements; kv_cache [slots, 1, 656 or 528] of 8 bits or [slots, 1, 576 or 512]
+        bf16. Returns: [T, 1, H, 512].
         """
         q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
         row = LAYOUTS[self._pool]
@@ -147,13 +149,13 @@ class Server:
     ) -> Tensor:
         """SGLang's `_forward_fa3`: a BF16 cache, every query token a sequence of one token.
 
-        q_nope [T, H, 512], q_rope [T, H, 64], kv_cache [slots, 1, 576] bf16, page_table [T, K], cache_seqlens [T or more].
-        Returns: [T, H, 512].
+        q_nope [T, H, 512], q_rope [T, H, 64 or 0], kv_cache [slots, 1, 576 or 512] bf16, page_table [T, K], cache_seqlens [T or
+        more]. Returns: [T, H, 512].
         """
         if logit_cap:
             raise InvalidArgument("SGLang", "logit_cap", got=logit_cap, expected="0: sparse MLA does not cap its logits")
-        return self.attention("bf16", attn_sink=False).forward(
-            torch.cat((q_nope, q_rope), dim=-1),
+        return self.attention(self._plain, attn_sink=False).forward(
+            torch.cat((q_nope, q_rope), dim=-1) if LAYOUTS[self._plain].rope_width else q_nope,
             kv_cache.squeeze(1),
             page_table,
             softmax_scale=sm_scale,
@@ -169,15 +171,18 @@ def _rows(lengths: Tensor | None, num_tokens: int) -> Tensor | None:
     return lengths if lengths.shape[0] == num_tokens else lengths[:num_tokens]
 
 
-def _attention(spec: AttentionSpec, device: torch.device) -> SlotAttention:
-    found = _shared.get((spec, device))
+def _attention(spec: AttentionSpec, device: torch.device, *, clean: bool) -> SlotAttention:
+    """One for all backend objects of a spec. SGLang's lists end with -1 behind a row's clipped length, and its own methods give
+    them to FlashMLA as they are: the slots are clean, but for those of an indexer of pools of keys, which it does not give it.
+    """
+    found = _shared.get((spec, device, clean))
     if found is None:
         try:
-            found = SlotAttention(spec, device=device)
+            found = SlotAttention(spec, device=device, clean_slots=clean)
         except UnsupportedRoute:
-            found = SlotAttention(replace(spec, graph=False), device=device)
+            found = SlotAttention(replace(spec, graph=False), device=device, clean_slots=clean)
             _log_without_graphs(str(found.facts))
-        _shared[spec, device] = found
+        _shared[spec, device, clean] = found
         publish(found.facts.name, attention_serving(found.route_decision), settings.logger)
     return found
 
@@ -191,7 +196,8 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
     setattr(backend, SERVER, None)
     methods, mode = model.methods_in_use(backend), settings.mode()
     facts = get_registry().facts(torch.device(model_runner.device))
-    against = {method: stock.against_attention(method, facts, backend.num_q_heads) for method in methods}
+    pools, fp8 = model.keys_of_pool(backend) > 1, backend.dsa_kv_cache_store_fp8
+    against = {m: stock.against_attention(m, facts, backend.num_q_heads, pools=pools, fp8=fp8) for m in methods}
     wanted = {m: against[m] or f"{settings.ENV_MODE}=on" for m in methods if against[m] is not None or mode == "on"}
     names = f"{backend.dsa_prefill_impl} (prefill), {backend.dsa_decode_impl} (decode)"
     if not wanted:
@@ -203,6 +209,9 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
         if refused:
             got, expected = "; ".join(refused), "what this plugin supports"
             raise InvalidArgument("SGLang", "configuration", got=got, expected=expected)
+        pool = LAYOUTS[model.pool_layout(backend)]
+        if pool.is_quantized:
+            pool_rows.of_device(torch.device(model_runner.device), pool)  # raises now, in place of the first write
         server = Server(backend, model_runner, wanted)
     except (InvalidArgument, UnsupportedRoute) as error:
         needed = [f"{method}: {reason}" for method, reason in against.items() if reason is not None]

@@ -11,7 +11,7 @@ from typing import Final
 
 from mla_portable.contracts import DeviceFacts
 from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS
-from mla_portable.sglang.places import FA3, SPARSE
+from mla_portable.sglang.places import FA3, KV, SPARSE
 
 _FLASHMLA_ARCHS: Final = ("sm90", "sm10")
 """FlashMLA: "only supported on SM90a and SM100f"."""
@@ -19,8 +19,17 @@ _FA3_ARCHS: Final = ("sm90",)
 """FlashAttention 3 in sgl-kernel."""
 
 
-def against_attention(method: str, facts: DeviceFacts, num_heads: int) -> str | None:
-    """Why SGLang's own `method` cannot serve layers of so many heads on a device, None where it can."""
+def against_attention(method: str, facts: DeviceFacts, num_heads: int, *, pools: bool = False, fp8: bool = False) -> str | None:
+    """Why SGLang's own `method` cannot serve layers of so many heads on a device, None where it can.
+
+    pools: the indexer scores pools of keys. `_check_kpool_tail_backend` refuses FlashMLA then, but in the place of
+    flashmla_sparse it calls FlashAttention 3 on SM90 and TRT-LLM on SM10x, which read no FP8 rows with scales.
+    fp8: the cache has such rows.
+    """
+    if pools and method == KV:
+        return "SGLang does not let flashmla_kv serve an indexer that scores pools of keys"
+    if pools and method == SPARSE and _is(facts, _FLASHMLA_ARCHS):
+        return "what SGLang calls for an indexer that scores pools of keys reads no FP8 rows with scales" if fp8 else None
     if method == FA3:
         return None if _is(facts, _FA3_ARCHS) else f"FlashAttention 3 does not support {facts.arch}"
     if not _is(facts, _FLASHMLA_ARCHS):
@@ -31,6 +40,13 @@ def against_attention(method: str, facts: DeviceFacts, num_heads: int) -> str | 
     padded = 128 if facts.arch.startswith("sm10") else 64
     if method == SPARSE and num_heads % padded and padded % num_heads:
         return f"FlashMLA pads heads to {padded}, which {num_heads} do not divide"
+    return None
+
+
+def against_fp8_rows(facts: DeviceFacts) -> str | None:
+    """Why SGLang's kernels cannot write and gather the rows of an FP8 cache on a device, None where they can."""
+    if facts.vendor == "nvidia" and not facts.has_fp8_conversion:
+        return f"Triton does not convert e4m3 on {facts.arch}"
     return None
 
 

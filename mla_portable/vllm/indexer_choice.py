@@ -50,10 +50,10 @@ def choose(vllm_config: Any | None) -> IndexerChoice:
         return found
     if found != _latest:
         who = "mla_portable" if found.ours else "vLLM"
-        path = "" if not found.ours else ", fused," if found.fused else ", through DeepGEMM's functions,"
+        path = "" if not found.ours else " (fused)" if found.fused else " (by DeepGEMM's functions)"
         overruled = not found.ours and settings.indexer() == "on"
         (settings.logger.warning if overruled else settings.logger.info)(
-            "the DSA indexer is %s's%s because %s", who, path, found.reason
+            "the DSA indexer is %s's%s: %s", who, path, found.reason
         )
         _latest = found
     return found

@@ -86,6 +86,6 @@ def scale_format() -> str | None:
     return None if value in ("", "auto") else value
 
 
-def route() -> str:
+def route(environ: Mapping[str, str] | None = None) -> str:
     """ "auto" or one of `mla_portable.contracts.ROUTES`, forced for every layer."""
-    return _read(ENV_ROUTE).lower() or "auto"
+    return _read(ENV_ROUTE, environ).lower() or "auto"

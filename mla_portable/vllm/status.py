@@ -4,25 +4,34 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
 import torch
 
+from mla_portable.attention import RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.engine.deepseek import choices, indexer_requests, scorer
+from mla_portable.attention.slots import choose_slot_route
+from mla_portable.contracts import DeviceFacts
+from mla_portable.engine.deepseek import V4_HEADS, choices, indexer_requests, scorer, v4_layer_spec
 from mla_portable.engine.entry import obstacle
-from mla_portable.engine.routing import decide_route
+from mla_portable.engine.routing import attention_served_by, attention_serving, decide_route
 from mla_portable.engine.status import EngineStatus, version_and_mode
+from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
 from mla_portable.vllm import settings
+from mla_portable.vllm.v4 import choice as v4
 
 _MEANING: Final = {
     "custom": "chosen with --attention-backend CUSTOM",
     "override": "in place of FLASHMLA_SPARSE, except for models that only stock serves",
     "auto": "chosen with --attention-backend CUSTOM, and where stock does not serve the device or the configuration",
 }
+_V4_ON_REQUEST: Final = "vLLM's; mla_portable's with --attention-backend CUSTOM, or in mode override"
+_SINCE: Final = re.compile(r"0\.(2[6-9]|[3-9]\d|\d{3})|[1-9]")
+"""Versions of vLLM with DeepSeek-V4."""
 
 
 def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> EngineStatus:
@@ -35,7 +44,8 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
     note = _obstacle(mode, environ)
     served = choices(partial(decide_route, registry, device=device))
     indexer = "" if note else _indexer(registry, device, environ)
-    return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer)
+    models = () if note else _deepseek_v4(registry, device, version, settings.route(environ), mode)
+    return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer, models)
 
 
 def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
@@ -48,6 +58,39 @@ def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str
     select, write = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in decisions)
     ours = f"mla_portable's ({select}; keys written by vLLM's operator if it works, else {write})"
     return scorer(facts, ours=ours, theirs="vLLM's, with DeepGEMM", asked=f"{settings.ENV_INDEXER}=on" if mode == "on" else "")
+
+
+def _deepseek_v4(registry: Registry, device: torch.device, version: str, route: str, mode: str) -> tuple[tuple[str, str], ...]:
+    """Whose attention DeepSeek-V4's layers get, and why; empty where vLLM would not choose among classes for CUDA."""
+    facts = registry.facts(device)
+    capability = _capability(facts)
+    if capability is None or _SINCE.match(version) is None:
+        return ()
+    if v4.below_sm90(capability):
+        return (("DeepSeek-V4", f"{v4.AS_FAR_AS}: {v4.BELOW_SM90}. {v4.FORK}"),)
+    if capability[0] == 12:
+        return (("DeepSeek-V4", v4.ON_SM12X),)
+    asked = f"mla_portable's ({settings.ENV_MODE}=override)" if mode == "override" else _V4_ON_REQUEST
+    demand = LayerRegistry(registry, None)
+    decided = ((heads, choose_slot_route(v4_layer_spec(heads), facts, demand)) for heads in V4_HEADS)
+    served = "; ".join(f"{heads} heads per GPU: {_decode(decision)}" for heads, decision in decided)
+    against = v4.against_route(route)
+    words = f"vLLM's, mla_portable does not serve it: {against[0]}" if against else f"{asked}; {served}"
+    newer = v4.against_device(capability, v41=True)
+    return (("DeepSeek-V4", words), *(("DeepSeek-V4.1", f"vLLM's, mla_portable does not serve it: {each}") for each in newer))
+
+
+def _decode(decision: RouteDecision) -> str:
+    """What serves decodes; whether prompts are read in place depends on more (docs/vllm.md)."""
+    if decision.chosen is None:
+        return attention_served_by(decision)
+    return ", ".join(f"{name} {by}" for name, by in attention_serving(decision) if name == str(SPARSE_DECODE))
+
+
+def _capability(facts: DeviceFacts) -> tuple[int, int] | None:
+    """The CUDA compute capability of an NVIDIA architecture's name."""
+    number = facts.arch.removeprefix("sm") if facts.vendor == "nvidia" else ""
+    return divmod(int(number), 10) if number.isdigit() else None
 
 
 def _obstacle(mode: str, environ: Mapping[str, str]) -> str:

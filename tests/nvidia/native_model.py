@@ -28,7 +28,7 @@ from mla_portable_nvidia import native
 from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
-from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, HEADERS, MAX_SPLITS, Build
+from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE, HEADERS, MAX_SPLITS, Build
 
 _LETTERS = {"float": "f", "int": "i", "i64": "q"}
 KERNELS = ("sparse_decode_fp8", "sparse_decode_wide", "sparse_decode_bf16", "sparse_decode_sm80")
@@ -215,7 +215,7 @@ def cache_of(kv_layout: str, at: SimpleNamespace, memory: Memory) -> Tensor:
 
 
 def query_width(build: Any) -> int:
-    return LAYOUTS[build.kv_layout].value_width if build.rows == FP8_NOPE else LAYOUTS[build.kv_layout].key_width
+    return LAYOUTS[build.kv_layout].value_width if build.rows == FP8_IDLE_ROPE else LAYOUTS[build.kv_layout].key_width
 
 
 def second_of(build: Any, at: SimpleNamespace, memory: Memory, rows: tuple[int, int, int]) -> dict[str, Tensor | None]:

@@ -20,7 +20,7 @@ from mla_portable_nvidia.native import bind, checks
 from mla_portable_nvidia.native.choice import BUILDS, FEW, MANY, builds
 from mla_portable_nvidia.native.driver import Launches
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
-from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, layout_name
+from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE, layout_name
 
 SCALE = 576**-0.5
 REQUEST = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
@@ -118,7 +118,7 @@ def test_a_launch_starts_early_where_what_is_in_front_ends_in_order(models, layo
 def check_second_cache(models, request, binding, rows, *, planned=False):
     """A decode and a prefill, with one list and with two, of rows of a layout or of FP8 rows without their rope."""
     layout = layout_name(rows)
-    request = request.but(kv_layout=layout, num_heads=20, nope=rows == FP8_NOPE)
+    request = request.but(kv_layout=layout, num_heads=20, nope=rows == FP8_IDLE_ROPE)
     kv, extra = cache(7, 16, 48, layout=layout), cache(30, 3, 1216 - 3 * LAYOUTS[layout].row_bytes % 64, layout=layout)
     q, indices = problem(3, 2, 20, 200, 7 * 16, width=512 if request.nope else LAYOUTS[layout].key_width)
     _, extra_indices = problem(3, 2, 20, 150, 90)

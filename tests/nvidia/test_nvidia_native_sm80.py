@@ -25,7 +25,7 @@ from mla_portable_nvidia import compile_all
 from mla_portable_nvidia.native import bind_sm80
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.nvrtc import CompilationFailed
-from mla_portable_nvidia.native.sparse_decode import FP8_NOPE
+from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE
 from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGES, SHARED_MEMORY, LargeSm80Build, builds
 
 REQUEST = Request(SPARSE_DECODE, A100, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
@@ -171,7 +171,7 @@ def test_every_part_is_declared_and_every_build_fits_it(device):
         assert offered.support.reasons(request.but(kv_layout="bf16")) == ()
         assert [reason.subject for reason in offered.support.reasons(request.but(cache_alignment=8))] == ["cache_alignment"]
         for layout in BUILDS:
-            if layout != FP8_NOPE:
+            if layout != FP8_IDLE_ROPE:
                 asked = request.but(kv_layout=layout, extra_topk=512, extra_block_size=2, extra_lengths=True)
                 assert offered.support.reasons(asked) == ()
         assert offered.support.reasons(request.but(nope=True)) == ()

@@ -14,11 +14,14 @@ from simulated_gpu import FACTS, registry
 from test_nvidia_decode import SCALE
 from test_nvidia_promised import STEP, passes, step_of_a_layer
 
+from mla_portable.attention import AttentionSpec, SlotAttention
 from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.step import make_inputs
+from mla_portable_nvidia.attention import attention_implementations
 from mla_portable_nvidia.discovery import find_kernel
-from mla_portable_nvidia.flat_decode import bind_flat_decode
+from mla_portable_nvidia.flat_decode import bind_flat_decode, flat_implementations
+from mla_portable_nvidia.prefill_conventions import OperatorPrefill
 
 __all__ = ["passes"]  # a fixture
 
@@ -87,6 +90,37 @@ def test_a_layer_on_a_bf16_cache_is_one_call_of_the_kernel(prefills, calls, pass
         assert [shape for shape in library.prefill_calls if shape[0] > 1] == calls and passes == []
         want, _ = step_of_a_layer(library, inputs, "reference", **options)
     torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("decodes", [True, False], ids=["decode", "prefill"])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_rows_of_clean_slots_are_one_call_of_the_kernel(heads, decodes, passes, monkeypatch):
+    """Of a library that takes no `out`: what it made is the result, and slots and lengths go to it as they came."""
+    seen, kernel = [], OperatorPrefill.__call__
+
+    def watched(self, q, kv, indices, *args, lengths=None, **named):
+        result = kernel(self, q, kv, indices, *args, lengths=lengths, **named)
+        seen.append([each if each is None else each.data_ptr() for each in (q, kv, indices, lengths, result[0])])
+        return result
+
+    monkeypatch.setattr(OperatorPrefill, "__call__", watched)
+    offered = (*attention_implementations(device_types=("cpu",)), *flat_implementations(device_types=("cpu",)))
+    spec = AttentionSpec(
+        num_heads=heads, softmax_scale=SCALE, max_num_tokens=8, max_num_reqs=8, max_model_len=256, kv_layout="bf16",
+        block_size=20, topk=128, need_lse=False,
+    )  # fmt: skip
+    with installed("sgl_flash_mla"):
+        machine = registry(probe=False, offered=offered)
+        attention = SlotAttention(spec, device="cpu", registry=machine, backend="nvidia", clean_slots=True)
+        q, kv, slots, lengths = problem(heads)
+        seen.clear()
+        got = attention.forward(q, kv, slots, softmax_scale=SCALE, decodes=decodes, lengths=lengths)
+        assert seen == [[each.data_ptr() for each in (q, kv, slots, lengths, got)]] and passes == []
+        out = torch.empty_like(got)
+        assert attention.forward(q, kv, slots, softmax_scale=SCALE, decodes=decodes, lengths=lengths, out=out) is out
+    want, _ = reference.sparse_prefill(q, kv, slots, softmax_scale=SCALE, lengths=lengths)
+    for each in (got, out):
+        torch.testing.assert_close(each.float(), want.float(), atol=2e-2, rtol=2e-2)
 
 
 def finished(call, heads: int, passes: list[str]) -> list[str]:

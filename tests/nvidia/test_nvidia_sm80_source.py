@@ -69,7 +69,7 @@ BUILT = ((A100, 16, 150), (RTX_4090, 16, 70), (A100, 21, 70), (RTX_4090, 20, 40)
     ("rows", "device", "num_heads", "topk"),
     [
         *(("fp8_v4", *build) for build in BUILT),
-        *((rows, *build) for rows in ("bf16_nope", "fp8_ds_mla without rope") for build in BUILT[::2]),
+        *((rows, *build) for rows in ("bf16_nope", "fp8_nope", "fp8_ds_mla without rope") for build in BUILT[::2]),
     ],
     ids=lambda value: getattr(value, "arch", value),
 )
@@ -91,7 +91,7 @@ def test_rows_whose_keys_have_no_rope(monkeypatch, rows, device, num_heads, topk
     [
         *(("fp8_v4", *build, False) for build in ((A100, 16), (RTX_4090, 20), (A100, 50))),
         *(("fp8_v4", A100, 16, True), ("bf16", RTX_4090, 20, True)),
-        *(("bf16_nope", A100, 16, False), ("fp8_ds_mla", A100, 50, False)),
+        *(("bf16_nope", A100, 16, False), ("fp8_ds_mla", A100, 50, False), ("fp8_nope", RTX_4090, 50, True)),
     ],
     ids=lambda value: getattr(value, "arch", value),
 )
@@ -186,7 +186,7 @@ def test_rows_without_an_entry_are_zero(monkeypatch):
     check(monkeypatch, kv, q, indices, REQUEST.but(device=A100), attn_sink=torch.randn(16))
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla", "fp8_v4"])
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla", "fp8_nope", "fp8_v4"])
 @pytest.mark.parametrize("num_heads", [16, 50])
 def test_rows_that_no_index_names_may_be_nan(monkeypatch, layout, num_heads):
     """Every other row is 0xFF, a row past the lengths too."""

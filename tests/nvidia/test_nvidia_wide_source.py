@@ -13,9 +13,9 @@ from sm90_model import EmulatedSm90
 from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
 
-from mla_portable.layouts import FP8_DS_MLA
+from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE
 from mla_portable_nvidia.native.choice import BUILDS, MANY
-from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, Tensors, prepare
+from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE, Tensors, layout_name, prepare
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -43,10 +43,11 @@ def check(lengths, *, heads=64, topk=None, cluster=1, whole=0, stride=0, far=Fal
     """A row for each length, in such a cut. second: as many lengths of a second list."""
     torch.manual_seed(0)
     rows, topk = len(lengths), topk or max(1, *lengths)
-    kv = cache(5, 16)
-    if rows_read == FP8_NOPE:
+    layout = layout_name(rows_read)
+    kv = cache(5, 16, layout=layout)
+    if rows_read == FP8_IDLE_ROPE:
         kv[..., 528:] = 0xFF
-    q, indices = problem(rows, 1, heads, topk, 80, width=512 if rows_read == FP8_NOPE else 576)
+    q, indices = problem(rows, 1, heads, topk, 80, width=576 if rows_read == FP8_DS_MLA.name else 512)
     if far:
         q[:, :, 1] *= 2.0**30
     of_rows, sink = torch.tensor(lengths, dtype=torch.int32).view(rows, 1), torch.randn(heads)
@@ -54,8 +55,8 @@ def check(lengths, *, heads=64, topk=None, cluster=1, whole=0, stride=0, far=Fal
     options = {"lengths": of_rows, "attn_sink": sink}
     extra = (None, None, None)
     if second:
-        extra_kv, (_, extra_indices) = cache(9, 4, gap=656), problem(rows, 1, heads, max(second), 36)
-        if rows_read == FP8_NOPE:
+        extra_kv, (_, extra_indices) = cache(9, 4, gap=656, layout=layout), problem(rows, 1, heads, max(second), 36)
+        if rows_read == FP8_IDLE_ROPE:
             extra_kv[..., 528:] = 0xFF
         extra = (extra_kv, extra_indices, torch.tensor(second, dtype=torch.int32).view(rows, 1))
         options |= dict(zip(("extra_kv_cache", "extra_indices", "extra_lengths"), extra, strict=True))
@@ -71,10 +72,11 @@ def check(lengths, *, heads=64, topk=None, cluster=1, whole=0, stride=0, far=Fal
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("rows_read", [FP8_IDLE_ROPE, FP8_NOPE.name])
 @pytest.mark.parametrize("second", [None, [90, 0, 33]])
-def test_queries_without_rope_and_a_second_list(second):
-    """The rope of the rows is NaN. Lists that end within a tile, one that is empty, both."""
-    check([150, 5, 0], heads=50, rows_read=FP8_NOPE, second=second)
+def test_queries_without_rope_and_a_second_list(second, rows_read):
+    """The rope of the rows is NaN, or there is none. Lists that end within a tile, one that is empty, both."""
+    check([150, 5, 0], heads=50, rows_read=rows_read, second=second)
 
 
 @pytest.mark.parametrize("whole", [0, 1])

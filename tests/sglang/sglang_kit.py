@@ -112,6 +112,39 @@ def fixture(case: Any, **options: Any) -> Any:
     return built
 
 
+@contextmanager
+def without_rope() -> Iterator[None]:
+    """In the block the kit's model has no rotary part: as in GLM-5.3-Flash, queries and keys end with an empty one."""
+
+    def project_q(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_nope_proj(hidden), hidden.new_empty((len(hidden), self.num_heads, 0))
+
+    def project_k(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.k_nope_proj(hidden), hidden.new_empty((len(hidden), 1, 0))
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(kit, "DSA_SPARSE_QK_ROPE_HEAD_DIM", 0)
+        patches.setattr(kit.ProjectedDSASparseAttention, "project_q", project_q)
+        patches.setattr(kit.ProjectedDSASparseAttention, "project_k", project_k)
+        patches.setattr(kit, "expected_dsa_sparse_fixture_output", expected_without_rope)
+        yield
+
+
+def expected_without_rope(built: Any) -> Tensor:
+    """The kit's reference, which cannot shape a rotary part of nothing, over the BF16 keys."""
+    module, case = built.actual_module, built.case
+    queries = module.q_nope_proj(built.input_hidden).view(-1, case.num_heads, module.qk_nope_head_dim).float()
+    outputs, row = [], 0
+    for prefix, own in zip(built.prefix_hidden, built.input_hidden.split(list(case.input_lens)), strict=True):
+        keys = module.k_nope_proj(torch.cat([prefix, own])).float()
+        for _ in range(len(own)):
+            selected = keys[[position for position in built.topk_rows[row] if position >= 0]]
+            weights = torch.softmax(queries[row] @ selected.T * module.attn.scaling, dim=-1)
+            outputs.append((weights @ selected).flatten())
+            row += 1
+    return module.o_proj(torch.stack(outputs).to(built.input_hidden.dtype))
+
+
 def pretend_for_indexer(patches: pytest.MonkeyPatch, facts: DeviceFacts, *, installed: bool = True) -> None:
     """The process has this device, with DeepGEMM or without."""
     registry = SimpleNamespace(facts=lambda device: facts, default_device=lambda: "cuda:0")

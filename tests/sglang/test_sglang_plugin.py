@@ -20,7 +20,12 @@ from mla_portable.sglang import hooks, model, places, plugin, serving, settings,
 from mla_portable.sglang.status import changes
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
-APPLIED = places.PLACES if SELECTORS else (*places.ATTENTION, *places.PROMPTS)
+POOLS = places.POOLS if SELECTORS else ()
+QUANTISING = "quantization.dsa_quant_k_cache." if SELECTORS else "attention.dsa.quant_k_cache."
+GATHERING = "dequantize_k_cache_paged_dsa" if SELECTORS else "dequantize_k_cache_paged"
+FP8_ROWS = tuple(place for place in places.FP8_ROWS if QUANTISING in place.target or place.name == GATHERING)
+WITHOUT_INDEXER = (*places.ATTENTION, *POOLS, *places.PROMPTS, *FP8_ROWS)
+APPLIED = (*WITHOUT_INDEXER, *places.INDEXER, places.POOLED_SCHEDULE) if SELECTORS else WITHOUT_INDEXER
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def test_registration_names_the_hooks(registered: list[str], log: pytest.LogCapt
 def test_modes_of_registration(registered: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
     plugin.register()
-    assert registered == [place.target for place in (*places.ATTENTION, *places.PROMPTS)]
+    assert registered == [place.target for place in WITHOUT_INDEXER]
     registered.clear()
     monkeypatch.setenv(settings.ENV_MODE, "off")
     plugin.register()
@@ -147,15 +152,32 @@ def test_what_stock_serves(method: str, facts: DeviceFacts, heads: int, librarie
     assert found is None if words is None else found is not None and found.startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("method", "facts", "fp8", "words"),
+    [
+        (places.KV, H200, True, "SGLang does not let flashmla_kv serve an indexer that scores pools of keys"),
+        (places.SPARSE, H200, True, "what SGLang calls for an indexer that scores pools of keys reads no FP8 rows"),
+        (places.SPARSE, B200, False, None),
+        (places.SPARSE, A100, False, "FlashMLA does not support sm80"),
+        (places.FA3, H200, False, None),
+    ],
+)
+def test_what_stock_serves_of_an_indexer_of_pools(
+    method: str, facts: DeviceFacts, fp8: bool, words: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    pretend(monkeypatch, facts)
+    found = stock.against_attention(method, facts, 64, pools=True, fp8=fp8)
+    assert found is None if words is None else found is not None and found.startswith(words)
+
+
 PAGE_SIZE = "physical_page_size" if SELECTORS else "real_page_size"
 REFUSALS = {
     "enable_pdmux": (True, "prefills and decodes on two streams"),
-    "dsa_index_kpool": (4, "an indexer that scores pools of keys"),
     "dcp_size": (2, "decode context parallelism"),
     "hisparse_coordinator": (object(), "HiSparse"),
     "_kv_shard_pool": (object(), "a cache sharded over ranks"),
     "page_size": (32, "pages of 32 tokens (supports 64)"),
-    "qk_rope_head_dim": (0, "a latent of 512 and 0 of rope (supports 512 and 64)"),
+    "qk_rope_head_dim": (32, "a latent of 512 and 32 of rope (supports 512, and 64 or 0)"),
 }
 
 

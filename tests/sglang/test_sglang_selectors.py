@@ -46,6 +46,24 @@ def test_selectors(monkeypatch: pytest.MonkeyPatch):
     assert answers == [132, "metadata", "paged", "ragged"]
 
 
+def test_the_indexer_of_pools_takes_deep_gemm_s_module_from_here(monkeypatch: pytest.MonkeyPatch):
+    """It calls DeepGEMM by its module's name, and makes schedules by a function of its own."""
+    pretend_for_indexer(monkeypatch, A100)
+    user, plans = import_module(places.POOLED_INDEXER), import_module(places.POOLED_SCHEDULE.target.rpartition(".")[0])
+    assert isinstance(user.deep_gemm, indexer.LateDeepGemm)
+    for name in ("get_num_sms", "get_paged_mqa_logits_metadata", "fp8_mqa_logits", "fp8_paged_mqa_logits"):
+        assert getattr(user.deep_gemm, name) is getattr(deep_gemm, name)
+    assert plans._get_deep_gemm() is deep_gemm
+    monkeypatch.setattr(plans, "is_cuda", lambda: True)
+    lengths = torch.tensor([3, 0], dtype=torch.int32)  # pools
+    assert plans._compute_pool_schedule_metadata(lengths, index_page_size=64).shape == (deep_gemm.get_num_sms() + 1, 2)
+    indexer.choice.cache_clear()
+    pretend_for_indexer(monkeypatch, H200)
+    monkeypatch.setattr(user.deep_gemm, "_theirs", SimpleNamespace(fp8_mqa_logits="stock"))
+    monkeypatch.setattr(plans, "_DEEP_GEMM_MODULE", "stock")
+    assert user.deep_gemm.fp8_mqa_logits == plans._get_deep_gemm() == "stock"
+
+
 def e4m3(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
 

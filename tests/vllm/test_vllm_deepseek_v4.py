@@ -6,8 +6,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import types
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +18,20 @@ import pytest
 import torch
 import v4_layer
 from deepseek_v4 import Sizes, stock_class
+from machines import MACHINES
+from prometheus_client import REGISTRY, generate_latest
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_engine import CPU, make_config
 
 from mla_portable import use
+from mla_portable.attention import SlotAttention
 from mla_portable.contracts import InvalidArgument
+from mla_portable.engine.routing import attention_serving
+from mla_portable.engine.serving import in_log, in_metrics
+from mla_portable.registry import Registry
 from mla_portable.vllm import indexer_choice, plugin, settings
+from mla_portable.vllm.status import vllm_status
 from mla_portable.vllm.v4 import choice, kinds, layer
 
 SIZES = Sizes(topk=24, chosen=21, max_tokens=160, max_len=1024, blocks=40, device=CPU)
@@ -117,6 +126,33 @@ def test_layers_of_a_kind_share_what_serves_them():
     assert kind[0] is kind[1] and kind[0] is not kind[2]
 
 
+@pytest.mark.parametrize("kind", ["window", "selected"])
+def test_layers_say_what_serves_them_in_the_metric_and_in_the_log(kind: str, monkeypatch: pytest.MonkeyPatch):
+    published: list[tuple[str, Any]] = []
+    logged: list[str] = []
+    kinds._shared.clear()  # layers that other tests hold
+    monkeypatch.setattr(kinds, "publish", lambda device, served, _: published.append((device, served)))
+    monkeypatch.setattr(settings.logger, "info", lambda text, *given: logged.append(text % given))
+    for case in (Case(kind), Case(kind)):
+        case.run(case.step([1], [130], 1))
+    (bound,) = case.layer._kinds.values()
+    ((device, served),) = published  # once for layers that share it
+    wanted = {"sparse_decode", "sparse_prefill"} | ({"convert_indices"} if kind == "selected" else set())
+    assert {primitive for primitive, _ in served} == wanted and device == bound.attention.facts.name
+    assert set(served) >= set(attention_serving(bound.attention.route_decision))
+    assert {(each.primitive, each.implementation, each.device) for each in in_log("\n".join(logged))} == {
+        (*pair, device) for pair in served
+    }
+
+
+def test_the_metric_of_layers_reaches_prometheus():
+    kinds._shared.clear()
+    case = Case("all")
+    case.run(case.step([1], [300], 1))
+    found = {(each.primitive, each.implementation) for each in in_metrics(generate_latest(REGISTRY).decode())}
+    assert found >= {("sparse_decode", "reference.torch"), ("convert_indices", "reference.torch")}
+
+
 @pytest.mark.parametrize("route, in_place", [("auto", True), ("direct", True), ("split", False)])
 def test_memory_profiling_reserves_a_workspace_only_where_prompts_are_gathered(
     route: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
@@ -189,6 +225,17 @@ def test_below_compute_capability_9_the_words_name_what_else_is_missing(select: 
     assert function(asking()) is stock  # a fork's other classes are its own affair
 
 
+def test_doctor_has_the_words_of_the_refusal(select: Any, monkeypatch: pytest.MonkeyPatch):
+    function, _ = select
+    monkeypatch.setattr(indexer_choice, "capability", lambda: (8, 0))
+    with pytest.raises(InvalidArgument) as refused:
+        function(asking("CUSTOM"))
+    registry = Registry(facts={"cuda": MACHINES["A100"]}, environ={}, probe=False)
+    ((_, words),) = vllm_status(registry, torch.device("cuda"), environ={}).models
+    for each in (choice.BELOW_SM90, choice.FORK):
+        assert each in str(refused.value) and each in words
+
+
 @pytest.mark.parametrize(
     "parallel, word",
     [
@@ -218,3 +265,50 @@ def test_the_program_that_compares_layers_on_a_gpu_finds_ours_right(
     monkeypatch.setenv(settings.ENV_ROUTE, "direct")
     assert v4_layer.main(["--cpu", "--heads", "8"]) == 0
     assert "6 rows, 0 wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["a key less", "NaN"])
+def test_the_program_calls_a_wrong_layer_wrong(
+    fault: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv(settings.ENV_ROUTE, "direct")
+    forward = SlotAttention.forward
+
+    def spoiled(self: SlotAttention, q: torch.Tensor, *args: Any, out: torch.Tensor, **named: Any) -> Any:
+        if fault == "a key less":
+            named["lengths"] = (named["lengths"] - 1).clamp(min=0)
+        found = forward(self, q, *args, out=out, **named)
+        if fault == "NaN":
+            out[0, 0, 0] = torch.nan
+        return found
+
+    monkeypatch.setattr(SlotAttention, "forward", spoiled)
+    file = tmp_path / "rows.json"
+    assert v4_layer.main(["--cpu", "--heads", "8", "--kinds", "window", "--seed", "7", "--json", str(file)]) == 1
+    assert "2 rows, 2 wrong" in capsys.readouterr().out
+    rows = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert [(row["kind"], row["heads"], row["right"], row["stock_us"]) for row in rows] == [("window", 8, False, None)] * 2
+
+
+def test_the_seed_of_the_program_decides_about_all_that_is_drawn():
+    rows = [
+        v4_layer.compare(
+            deepseek_v4.make_caches("selected", SIZES, seed=s), 8, v4_layer.SMALL[0], config(), stock=False, seed=s
+        )
+        for s in (3, 3, 4)
+    ]
+    assert rows[0].ours_error == rows[1].ours_error != rows[2].ours_error
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--kinds", "window,some"], "--kinds some: expected some of window, selected, all"),
+        (["--heads", "8,x,256"], "--heads x,256: expected numbers from 1 to 128"),
+        ([], "needs a GPU; --cpu"),
+    ],
+)
+def test_the_program_refuses_wrong_arguments_in_words(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        v4_layer.main(words)
+    assert ended.value.code == 2 and expected in capsys.readouterr().err

@@ -25,12 +25,14 @@ SELECT: Final = "_select_dsv4_attn_cls"
 STOCK: Final = "DeepseekV4FlashMLAAttention"
 OURS: Final = ("CUSTOM", "MLA_PORTABLE")
 """Members of vLLM's registry of backends that this plugin registers."""
+AS_FAR_AS: Final = "vLLM serves DeepSeek-V4 here, as far as it can"
 BELOW_SM90: Final = (
     "beside attention four parts of the model need compute capability 9.0: the broadcast of the hyper-connections "
     "(mhc_pre_broadcast_tilelang, DeepGEMM), the output projection (o_proj: fused_inv_rope_fp8_quant and fp8_einsum), the "
     "compressor (CuTeDSL) and the queries of the indexer (CuTeDSL)"
 )
-_FORK: Final = "A fork that replaces these calls mla_portable.flash_mla for attention (docs/flash_mla.md)."
+ON_SM12X: Final = f"vLLM takes its class on FlashInfer, ours takes the place of {STOCK} alone"
+FORK: Final = "A fork that replaces these calls mla_portable.flash_mla for attention (docs/flash_mla.md)."
 
 
 def install() -> None:
@@ -62,18 +64,20 @@ def choose(named: Any, flash_mla: Any, vllm_config: Any) -> Any:
         named: what vLLM chose. flash_mla: its class on FlashMLA, the one that ours can be derived from.
     Raises: InvalidArgument where the plugin was asked for by name and cannot serve.
     """
+    from mla_portable.vllm import indexer_choice
+
     settings.adopt(vllm_config.additional_config)
-    asked = asked_for(vllm_config)
+    asked, too_old = asked_for(vllm_config), below_sm90(indexer_choice.capability())
     if asked is None:
-        if _below_sm90():
-            _log_once("vLLM serves DeepSeek-V4 here, as far as it can: " + BELOW_SM90)
+        if too_old:
+            _log_once(f"{AS_FAR_AS}: {BELOW_SM90}")
         return named
     reasons = obstacles(named, flash_mla, vllm_config)
     if not reasons:
         return derived(named)
     if asked in OURS:
         got, expected = f"{asked} for DeepSeek-V4: {'; '.join(reasons)}", "a configuration that mla_portable serves"
-        raise InvalidArgument("vLLM", "attention_backend", got=got, expected=expected, remedy=_FORK if _below_sm90() else "")
+        raise InvalidArgument("vLLM", "attention_backend", got=got, expected=expected, remedy=FORK if too_old else "")
     _log_once(f"vLLM's {named.__name__} serves DeepSeek-V4, mla_portable does not: {'; '.join(reasons)}")
     return named
 
@@ -91,23 +95,31 @@ def obstacles(named: Any, flash_mla: Any, vllm_config: Any) -> list[str]:
     """Every reason why the plugin cannot serve a model for which vLLM chose `named`."""
     from mla_portable.vllm import compat, indexer_choice
 
-    found: list[str] = []
-    version = indexer_choice.capability()
-    if _below_sm90():
-        found.append(BELOW_SM90)
+    found = against_device(indexer_choice.capability(), v41=".deepseek_v41." in flash_mla.__module__)
     if named is not flash_mla:
         found.append(f"vLLM chose {named.__name__}, ours takes the place of {STOCK} alone")
-    if ".deepseek_v41." in flash_mla.__module__ and version is not None and version[0] == 10:
-        found.append("V4.1's rows of 528 and 288 bytes on SM100 have no layout here")
     if compat.runs_microbatches(vllm_config):
         found.append("microbatches (--enable-dbo): layers share their scratch")
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         size = getattr(vllm_config.parallel_config, name, 1) or 1
         if size > 1:
             found.append(f"{name} {size} (supports 1)")
-    if settings.route() not in ROUTES:
-        found.append(f"{settings.ENV_ROUTE}={settings.route()} (supports {', '.join(ROUTES)})")
+    return found + against_route(settings.route())
+
+
+def against_device(capability: tuple[int, int] | None, *, v41: bool) -> list[str]:
+    """Every reason against GPUs of a CUDA compute capability, None where there is none. v41: for V4.1."""
+    found: list[str] = []
+    if below_sm90(capability):
+        found.append(BELOW_SM90)
+    if v41 and capability is not None and capability[0] == 10:
+        found.append("V4.1's rows of 528 and 288 bytes on SM100 have no layout here")
     return found
+
+
+def against_route(route: str) -> list[str]:
+    """Why a route that was asked for cannot be taken."""
+    return [] if route in ROUTES else [f"{settings.ENV_ROUTE}={route} (supports {', '.join(ROUTES)})"]
 
 
 ROUTES: Final = ("auto", "direct", "split")
@@ -123,11 +135,9 @@ def derived(stock: Any) -> Any:
     return types.new_class(name, (ServedLayer, stock), exec_body=lambda body: body.update(__module__=__name__))
 
 
-def _below_sm90() -> bool:
-    from mla_portable.vllm import indexer_choice
-
-    version = indexer_choice.capability()
-    return version is not None and version < (9, 0)
+def below_sm90(capability: tuple[int, int] | None) -> bool:
+    """More than attention of DeepSeek-V4 does not run. capability: of CUDA, None where there is none."""
+    return capability is not None and capability < (9, 0)
 
 
 @functools.cache

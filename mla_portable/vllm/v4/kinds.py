@@ -20,7 +20,8 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, SlotAttention
 from mla_portable.contracts import Request, neutral_defaults
-from mla_portable.engine.routing import attention_served_by
+from mla_portable.engine.routing import attention_serving
+from mla_portable.engine.serving import publish
 from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.registry import get_registry
@@ -80,23 +81,27 @@ class LayerKind:
         self.attention = SlotAttention(spec, device=device)
         self._sizes = limits.sizes
         self._accelerator = accelerator(self.attention.device)
+        facts, served = self.attention.facts, [*attention_serving(self.attention.route_decision)]
         if spec.extra_topk:
             request = Request(
                 CONVERT_INDICES,
-                self.attention.facts,
+                facts,
                 topk=spec.extra_topk,
                 block_size=spec.extra_block_size,
                 compact=True,
                 graph=spec.graph,
             )
-            self._convert = get_registry().bind(request)
+            registry = get_registry()
+            self._convert = registry.bind(request)
+            served.append((str(request.primitive), str(registry.decide(request).chosen)))
         self._out: tuple[Tensor, Tensor] | None = None
         if selects:
             with neutral_defaults():
                 indices = torch.empty((spec.max_num_tokens, spec.extra_topk), dtype=torch.int32, device=device)
                 self._out = indices, torch.empty(spec.max_num_tokens, dtype=torch.int32, device=device)
-        served = attention_served_by(self.attention.route_decision)
-        logger.info("mla_portable serves DeepSeek-V4's layers with %s: %s", _words(spec), served)
+        words = ", ".join(f"{primitive} {implementation}" for primitive, implementation in served)
+        logger.info("mla_portable serves DeepSeek-V4's layers on %s, %s: %s", facts, _words(spec), words)
+        publish(facts.name, served, logger)
         logger.debug("%s", self.attention.explain())
 
     def prepare(self) -> None:

@@ -21,8 +21,8 @@ from mla_portable.vllm.v4.kinds import LayerKind, Limits, is_listed, kind_of, ra
 HEADS: Final = (8, 16, 32, 64, 128)
 """Numbers of heads that vLLM's writer of queries has kernels for (`fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`)."""
 FEW_HEADS: Final = 32
-"""With up to as many, prompts are read in place: FlashMLA's kernel for gathered rows takes 64. On an H200 that takes 0.44 to 0.75
-of the time of vLLM's method with 8 and 16 heads, 0.88 to 1.39 with 32 (docs/vllm.md)."""
+"""With up to as many, prompts are read in place: FlashMLA's kernel for gathered rows takes 64. On an H200 that is 0.44 to 0.75
+of the time of vLLM's method with 8 and 16 heads, 0.88 to 1.39 of it with 32 (docs/vllm.md)."""
 
 
 _Base: Any = object

@@ -84,7 +84,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
         heads=found.traits.heads,
         native_heads=NATIVE_HEADS.get(device.arch, ()),
         sanitises=not request.clean_indices,
-        clamps=not request.clean_lengths,
+        clamps=not (request.clean_indices or request.clean_lengths),
         finishes=request.lse or not _comes_finished(found, request),
     )
 

@@ -85,24 +85,26 @@ class FlashMLAPrefill:
         Returns: as asked; where nothing is finished, a tensor without elements as lse, and `lse_out` stays as it was.
         """
         num_tokens, num_heads, key_width = q.shape
+        heads, topk = self._heads_for(num_heads), indices.shape[1]
+        width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
+        masks = (self._sanitises and lengths is not None) or topk != width or not indices.is_contiguous()
+        whole, empty = not masks and heads == num_heads, num_tokens == 0 or kv.shape[0] == 0
         if self._finishes:
             out, lse_out = attention_results(q, kv, out, lse_out)
         else:
-            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device) if out is None else out
             lse_out = self._no_lse
-        if num_tokens == 0:
-            return out, lse_out
-        if kv.shape[0] == 0:
+            if out is None and (empty or not whole):  # else the kernel's own result is returned
+                out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
+        if empty:
+            assert out is not None
             return out.zero_(), lse_out.fill_(-math.inf)
-        heads, topk, kv = self._heads_for(num_heads), indices.shape[1], kv.unsqueeze(1)
-        width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
-        masks = (self._sanitises and lengths is not None) or topk != width or not indices.is_contiguous()
+        kv = kv.unsqueeze(1)
         if lengths is not None and self._clamps and self._kernel.takes_lengths:
             lengths = lengths.clamp(0, topk)
         indices = indices.unsqueeze(1)
-        if not masks and heads == num_heads:
-            self._attend(aligned(q), kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
-            return out, lse_out
+        if whole:
+            return self._attend(aligned(q), kv, indices, softmax_scale, lengths, attn_sink, out, lse_out), lse_out
+        assert out is not None
         row_bytes = (4 * width if masks else 0) + (2 * heads * (key_width + KV_LORA_RANK) if heads != num_heads else 0)
         rows = min(num_tokens, max(self._max_scratch_bytes // row_bytes, 1))
         padded = masked = None
@@ -131,19 +133,21 @@ class FlashMLAPrefill:
         softmax_scale: float,
         lengths: Tensor | None,
         attn_sink: Tensor | None,
-        out: Tensor,
+        out: Tensor | None,
         lse_out: Tensor,
-    ) -> None:
-        """One call of the kernel, on as many heads as q has, for those of `out`."""
-        kernel, is_padded = self._kernel, q.shape[1] != out.shape[1]
+    ) -> Tensor:
+        """One call of the kernel, on as many heads as q has, for those of `out`. Returns: `out`, else what the kernel made."""
+        kernel, is_padded = self._kernel, out is not None and q.shape[1] != out.shape[1]
         in_kernel = kernel.takes_sink and not is_padded
-        in_place = kernel.takes_out and not is_padded and out.is_contiguous()
+        in_place = out is not None and kernel.takes_out and not is_padded and out.is_contiguous()
         options: dict[str, Any] = {"out": out} if in_place else {}
         if in_kernel:
             options["attn_sink"] = attn_sink
         if lengths is not None and kernel.takes_lengths:
             options["lengths"] = lengths
         got, lse = kernel(q, kv, indices, softmax_scale, **options)
+        if out is None:
+            return got
         if self._finishes:
             self._boundary.finish(
                 out.unsqueeze(1),
@@ -156,3 +160,4 @@ class FlashMLAPrefill:
             )
         elif not in_place:
             out.copy_(got[:, : out.shape[1]])
+        return out

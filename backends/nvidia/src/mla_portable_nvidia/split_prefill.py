@@ -101,24 +101,24 @@ class SplitPrefill:
             cut = self._cuts[shape] = self._cut(*shape)
         heads, parts = cut
         masks = (self._sanitises and lengths is not None) or not indices.is_contiguous()
-        if out is None:
-            out = torch.empty((num_tokens, 1, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         if self._with_lse and lse_out is None:
             lse_out = torch.empty((num_tokens, 1, num_heads), dtype=torch.float32, device=q.device)
         lse = lse_out if self._with_lse else None
         returned = self._no_lse if lse is None else lse
         if parts == 0 or masks or kv.shape[0] == 0 or num_tokens == 0:
-            self._whole(
+            result, _ = self._whole(
                 q.squeeze(1),
                 kv.squeeze(1),
                 indices.squeeze(1),
                 softmax_scale=softmax_scale,
                 lengths=None if lengths is None else lengths.squeeze(1),
                 attn_sink=attn_sink,
-                out=out.squeeze(1),
+                out=None if out is None else out.squeeze(1),
                 lse_out=None if lse_out is None else lse_out.squeeze(1),
             )
-            return out, returned
+            return result.unsqueeze(1) if out is None else out, returned
+        if out is None:
+            out = torch.empty((num_tokens, 1, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         kernel, rows, part = self._kernel, num_tokens * parts, topk // parts
         queries = torch.empty((rows, heads, width), dtype=q.dtype, device=q.device)
         limits = None

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DeviceFacts, Primitive, Reason, Request, Support, split_kv
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, INDEX_BF16, INDEX_FP8, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, INDEX_BF16, INDEX_FP8, KV_LORA_RANK
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONCAT_MLA_K,
@@ -44,7 +44,7 @@ _ATTENTION_SHARED_MEMORY: Final = 48 << 10
 """Bytes: what the smallest attention configuration (`attention_configs`) and the indexer's tile keep within."""
 
 
-_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_V4.name)
+_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_NOPE.name, FP8_V4.name)
 _INDEX: Final = (INDEX_BF16.name, INDEX_FP8.name)
 
 
@@ -132,7 +132,8 @@ def check(device: DeviceFacts, least: tuple[int, int] = _LEAST_TRITON) -> Iterat
             yield Reason("triton's interpreter", version, limit, "unset TRITON_INTERPRET on a GPU; elsewhere upgrade triton")
     elif device.device_type == "cpu":
         limit = "triton runs on a CPU only in its interpreter"
-        yield Reason("device type", "cpu", limit, "set TRITON_INTERPRET=1 before Python starts")
+        remedy = "to try its kernels without a GPU, slowly, set TRITON_INTERPRET=1 before Python starts"
+        yield Reason("device type", "cpu", limit, remedy)
 
 
 def check_triton_3(device: DeviceFacts) -> Iterator[Reason]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from mla_portable.contracts import Implementation, Request, Support
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.native.bound import BoundAttention, lists_of, rows_of_request
 from mla_portable_nvidia.native.build import load
@@ -24,7 +24,7 @@ __all__ = ["ARCHS", "native_implementations"]
 
 ARCHS: Final = Build.archs
 """DeviceFacts.arch -> what NVRTC compiles for."""
-_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_V4.name)
+_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_NOPE.name, FP8_V4.name)
 _MANY: Final = 128
 
 

@@ -18,7 +18,7 @@ from mla_portable.contracts import (
     split_kv,
     split_kv_kind,
 )
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.native.bound import BoundAttention, lists_of, rows_of_request
 from mla_portable_nvidia.native.build import load
@@ -104,7 +104,7 @@ def _support(*, decodes: bool) -> Support:
         device_types=("cuda",),
         vendors=("nvidia",),
         archs=tuple(Sm80Build.archs),
-        kv_layouts=(BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_V4.name),
+        kv_layouts=(BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_NOPE.name, FP8_V4.name),
         max_heads=_MANY,
         cache_alignment=16,
         min_shared_memory=SHARED_MEMORY,

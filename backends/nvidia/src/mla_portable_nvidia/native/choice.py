@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4
-from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, LIST_TILE, MAX_SPLITS, Build, Shape
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
+from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE, LIST_TILE, MAX_SPLITS, Build, Shape
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
 from mla_portable_nvidia.native.sparse_decode_wide import WideBuild
@@ -51,15 +51,18 @@ def _family(rows: str, builds: tuple[Build, ...], *shared: int) -> tuple[Build, 
 
 
 _FP8: Final[tuple[Build, ...]] = (SMALL, LARGE, WIDE, MANY)
+_WITHOUT_ROPE: Final = (62_720, 159_104, 181_888, 188_616)
+"""Bytes of `_FP8` on rows of which 528 are copied."""
 _BF16: Final[tuple[Build, ...]] = (BF16_SMALL, BF16_LARGE, BF16_WIDE)
 BUILDS: Final[Mapping[str, tuple[Build, ...]]] = {
     FP8_DS_MLA.name: _FP8,
-    FP8_NOPE: _family(FP8_NOPE, _FP8, 62_720, 159_104, 181_888, 188_616),
+    FP8_IDLE_ROPE: _family(FP8_IDLE_ROPE, _FP8, *_WITHOUT_ROPE),
+    FP8_NOPE.name: _family(FP8_NOPE.name, _FP8, *_WITHOUT_ROPE),
     FP8_V4.name: _family(FP8_V4.name, _FP8, 68_864, 175_488, 194_176, 202_952),
     BF16.name: _BF16,
     BF16_NOPE.name: _family(BF16_NOPE.name, _BF16, 78_464, 189_952, 189_952),
 }
-"""Rows that are read, by their layout or FP8_NOPE -> the builds that serve them."""
+"""Rows that are read, by their layout or FP8_IDLE_ROPE -> the builds that serve them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,16 @@ struct Arguments {                     // of both kernels; strides in elements
 // plain loads. topk_select behind it waits for this kernel alone, and writes positions that a kernel before it may still read.
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// The sum over the lanes of a warp up to this one. All of them take part.
+__device__ __forceinline__ int sum_to(int value, int lane) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
 struct Stage {                         // a place in a ring, and the parity of its barriers
     int number, parity;
     __device__ __forceinline__ void next() {

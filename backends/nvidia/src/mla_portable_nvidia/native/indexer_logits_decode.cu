@@ -51,13 +51,7 @@ __device__ __forceinline__ void for_runs(const Arguments& a, int lane, Take take
     const int end = begin_of(blockIdx.x + 1);
     for (int first = 0; next < end; first += 32) {
         const Pages own(a, Bounds(a, first + lane));
-        int to_here = own.listed();
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, to_here, step);
-            if (lane >= step) to_here += other;
-        }
-        to_here += before;
+        const int to_here = sum_to(own.listed(), lane) + before;
         before = __shfl_sync(~0u, to_here, 31);
         while (next < min(end, before)) {
             const int of = __ffs(__ballot_sync(~0u, to_here > next)) - 1, pages = __shfl_sync(~0u, own.pages, of);

@@ -71,13 +71,7 @@ __device__ __forceinline__ Run run_at(const Arguments& a, int all_chosen, int at
     for (int first = 0;; first += 32) {
         Scored some(a, Bounds(a, first + lane), all_chosen);
         const int listed = some.listed();
-        int to_here = listed;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, to_here, step);
-            if (lane >= step) to_here += other;
-        }
-        to_here += before;
+        const int to_here = before + sum_to(listed, lane);
         before = __shfl_sync(~0u, to_here, 31);
         if (at >= before) continue;
         const int of = __ffs(__ballot_sync(~0u, to_here > at)) - 1;

@@ -3,7 +3,9 @@
 // where WITHOUT_ROPE is defined.
 
 #define FP8 1
+#ifndef PITCH
 #define PITCH 656                 // bytes between rows of a block of the cache
+#endif
 #ifdef WITHOUT_ROPE
 #define ROW 528                   // bytes of a row that are copied
 #define ROPE 0                    // columns of a key behind the 512 of its value

@@ -15,14 +15,14 @@ from typing import ClassVar, Final, NamedTuple
 
 from torch import Tensor
 
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, layout_of
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, layout_of
 from mla_portable_nvidia.native.build import KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
 
 __all__ = [
     "ATTENTION_HEADERS",
     "FIXED",
-    "FP8_NOPE",
+    "FP8_IDLE_ROPE",
     "HEADERS",
     "LIST_TILE",
     "MAX_SPLITS",
@@ -38,18 +38,19 @@ __all__ = [
     "two_lists",
 ]
 
-FP8_NOPE: Final = f"{FP8_DS_MLA.name}_nope"
+FP8_IDLE_ROPE: Final = f"{FP8_DS_MLA.name}_nope"
 """Rows of fp8_ds_mla whose rotary part is not read, for queries that have none."""
 ROW_HEADERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         BF16.name: "layout_bf16.cuh",
         BF16_NOPE.name: "layout_nope.cuh",
         FP8_DS_MLA.name: "layout_v32.cuh",
-        FP8_NOPE: "layout_v32_nope.cuh",
+        FP8_IDLE_ROPE: "layout_v32_nope.cuh",
+        FP8_NOPE.name: "layout_fp8_nope.cuh",
         FP8_V4.name: "layout_v4.cuh",
     }
 )
-"""Rows, by their layout or FP8_NOPE -> the header that says how they lie in memory."""
+"""Rows, by their layout or FP8_IDLE_ROPE -> the header that says how they lie in memory."""
 MAX_SPLITS: Final = 16
 """Blocks of a cluster: 8 on every device of compute capability 9.0, 16 where the device allows it."""
 ATTENTION_HEADERS: Final = ("instructions.cuh", "attention.cuh")
@@ -64,12 +65,12 @@ def two_lists(lists: int) -> str:
 
 def rows_of(kv_layout: str, *, nope: bool = False) -> str:
     """The name of what kernels read of a cache. nope: its rotary part is not read."""
-    return FP8_NOPE if nope and kv_layout == FP8_DS_MLA.name else kv_layout
+    return FP8_IDLE_ROPE if nope and kv_layout == FP8_DS_MLA.name else kv_layout
 
 
 def layout_name(rows: str) -> str:
     """The layout of the cache that has these rows, one of ROW_HEADERS."""
-    return FP8_DS_MLA.name if rows == FP8_NOPE else rows
+    return FP8_DS_MLA.name if rows == FP8_IDLE_ROPE else rows
 
 
 def row_defines(rows: str, lists: int, shared: int) -> tuple[tuple[str, int | str], ...]:

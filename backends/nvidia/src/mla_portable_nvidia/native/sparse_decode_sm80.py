@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Final
 import torch
 
 from mla_portable.contracts import ProgramShape
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, KV_LORA_RANK, LAYOUTS
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK, LAYOUTS
 from mla_portable_nvidia.native.build import KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
 from mla_portable_nvidia.native.sparse_decode import (
     ATTENTION_HEADERS,
     FIXED,
-    FP8_NOPE,
+    FP8_IDLE_ROPE,
     HEADERS,
     Tensors,
     arguments,
@@ -196,6 +196,8 @@ _CONVERTED: Final[tuple[_Shape, ...]] = (
     (Sm80Build, 2, 2, 16, 2, 1),
 )
 """Of FP8 rows, which become bfloat16 beside the ring."""
+_SMALLER: Final = (*_CONVERTED[:-2], _CONVERTED[-1])
+"""Of those of which 528 bytes are copied; the other would spill."""
 _PLAIN: Final[tuple[_Shape, ...]] = (
     (LargeSm80Build, 1, 1, 16, 3, 2),
     (Sm100Build, 1, 1, 32, 2, 2),
@@ -221,7 +223,7 @@ BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
     each[0].rows: each
     for each in (
         _family(FP8_DS_MLA.name, _CONVERTED, 70_208, 46_848, 81_792, 81_792, 113_152, 75_968),
-        _family(FP8_NOPE, _CONVERTED[:-2] + _CONVERTED[-1:], 62_016, 40_704, 77_696, 73_600, 69_824),  # the other would spill
+        *(_family(rows, _SMALLER, 62_016, 40_704, 77_696, 73_600, 69_824) for rows in (FP8_IDLE_ROPE, FP8_NOPE.name)),
         _family(FP8_V4.name, _CONVERTED, 64_064, 42_752, 79_744, 75_648, 107_008, 71_872),
         _family(BF16.name, _PLAIN, 63_296, 86_720, 44_544, 98_304, 129_664, 92_416),
         _family(BF16_NOPE.name, _PLAIN, 57_152, 78_528, 40_448, 90_112, 121_472, 86_272),

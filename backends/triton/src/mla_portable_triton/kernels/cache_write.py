@@ -8,8 +8,8 @@ fp8_v4    pow2 scales as bytes of their exponent, for 448 values; the other 64 a
 skipped   slot < 0, or past the cache
 
 amax is a maximum over bits: non-negative floats order as integers do, and a NaN, the largest of them, is not lost.
-Cost: 1152 B read and 656 or 1152 B written per token, 1024 B each (fp8_v4: 584 B written) where there is no rotary part; the
-launch dominates below some thousand tokens.
+Cost: 1152 B read and 656 or 1152 B written per token, 1024 B each (fp8_nope: 528 B written, fp8_v4: 584) where there is no
+rotary part; the launch dominates below some thousand tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
-from mla_portable.layouts import BF16, BF16_NOPE, E4M3_MAX, FP8_DS_MLA, FP8_V4, POW2_MIN_EXPONENT
+from mla_portable.layouts import BF16, BF16_NOPE, E4M3_MAX, FP8_DS_MLA, FP8_NOPE, FP8_V4, POW2_MIN_EXPONENT
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
 from mla_portable_triton.kernels.config import Config, config_for
@@ -32,7 +32,6 @@ from mla_portable_triton.kernels.row_layout import (
     GROUP,
     LATENT,
     ROPE_BYTE,
-    ROW_BYTES,
     SCALE_BYTE,
     V4_CODES,
     V4_GROUP,
@@ -96,7 +95,7 @@ def cache_write_kernel(
     block = slot // CACHE_BLOCK  # [BLOCK_T]; meaningless where slot < 0
     written = (slot >= 0) & (block < num_blocks)  # [BLOCK_T]
     WIDTH: tl.constexpr = V4_GROUP if ROWS == V4_ROWS else GROUP  # columns of a scale
-    ROW: tl.constexpr = V4_ROW_BYTES if ROWS == V4_ROWS else ROW_BYTES if ROWS == FP8_ROWS else LATENT + ROPE
+    ROW: tl.constexpr = V4_ROW_BYTES if ROWS == V4_ROWS else ROPE_BYTE + 2 * ROPE if ROWS == FP8_ROWS else LATENT + ROPE
     row = cache_ptr + (block * block_stride + slot % CACHE_BLOCK * ROW)  # [BLOCK_T] pointers
 
     group = tl.arange(0, LATENT // WIDTH)[None, :]  # [1, GROUPS]
@@ -118,8 +117,9 @@ def cache_write_kernel(
         tl.store(row[:, None, None] + column, e4m3_encode(scaled, E4M3_NATIVE), mask=written[:, None, None])
         scale_row = (row + SCALE_BYTE).to(tl.pointer_type(tl.float32))  # [BLOCK_T] pointers
         tl.store(scale_row[:, None] + group, scale, mask=written[:, None])
-        rope_row = (row + ROPE_BYTE).to(tl.pointer_type(tl.bfloat16))  # [BLOCK_T] pointers
-        tl.store(rope_row[:, None] + d, rope, mask=written[:, None])
+        if ROPE > 0:
+            rope_row = (row + ROPE_BYTE).to(tl.pointer_type(tl.bfloat16))  # [BLOCK_T] pointers
+            tl.store(rope_row[:, None] + d, rope, mask=written[:, None])
     elif ROWS == V4_ROWS:
         # the last group is not coded; the byte of its scale is the padding, 0
         coded = group * WIDTH < V4_CODES  # [1, GROUPS]
@@ -196,7 +196,7 @@ def launch(
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
     """All layouts, both scale formats, both input types; e4m3 encoded by bits, as every target can, or natively."""
     config = config_for(CONFIGS, arch)
-    fp8 = ((FP8_DS_MLA, True, "bf16"), (FP8_DS_MLA, False, "fp16"), (FP8_V4, True, "bf16"))
+    fp8 = ((FP8_DS_MLA, True, "bf16"), (FP8_DS_MLA, False, "fp16"), (FP8_NOPE, False, "bf16"), (FP8_V4, True, "bf16"))
     rows = (*fp8, (BF16, True, "fp16"), (BF16_NOPE, True, "bf16"))
     return [
         variant(

@@ -9,7 +9,7 @@ absent    a row without an owner is left alone; a token whose table entry is out
 The grid covers the rows of the workspace, which the host knows, and each program looks its owners up: nothing is read
 back, and a captured graph follows lengths that change. The look-up compares a tile of rows with all requests: 8 B per
 request from L2 beside 1.8 KB per row, so it asks for no order among the starts.
-Cost: 656 B read and 1152 B written per row (fp8_v4: 584 and 1024); 65 536 rows are 119 MB.
+Cost: 656 B read and 1152 B written per row (fp8_nope: 528 and 1024, fp8_v4: 584 and 1024); 65 536 rows are 119 MB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16
 from mla_portable_triton.kernels.config import Config, config_for
@@ -32,7 +32,6 @@ from mla_portable_triton.kernels.row_layout import (
     GROUPS,
     LATENT,
     ROPE_BYTE,
-    ROW_BYTES,
     SCALE_BYTE,
     V4_CODES,
     V4_GROUP,
@@ -95,7 +94,7 @@ def gather_upconvert_kernel(
     block = tl.load(table_ptr + owner.to(tl.int64) * table_stride + column, mask=in_table, other=-1).to(tl.int64)
     present = (block >= 0) & (block < num_blocks)  # [BLOCK_R]
     KEY: tl.constexpr = LATENT + ROPE
-    WIDTH: tl.constexpr = V4_ROW_BYTES if ROWS == V4_ROWS else ROW_BYTES if ROWS == FP8_ROWS else LATENT + ROPE
+    WIDTH: tl.constexpr = V4_ROW_BYTES if ROWS == V4_ROWS else ROPE_BYTE + 2 * ROPE if ROWS == FP8_ROWS else LATENT + ROPE
     source = cache_ptr + (block * block_stride + position % CACHE_BLOCK * WIDTH)  # [BLOCK_R] pointers
     target = out_ptr + row * KEY  # [BLOCK_R] pointers
 
@@ -107,8 +106,9 @@ def gather_upconvert_kernel(
         code = tl.load(source[:, None, None] + latent_column, mask=present[:, None, None], other=0)  # [BLOCK_R, GROUPS, GROUP]
         scale_row = (source + SCALE_BYTE).to(tl.pointer_type(tl.float32))  # [BLOCK_R] pointers
         scale = tl.load(scale_row[:, None] + group, mask=present[:, None], other=0.0)  # [BLOCK_R, GROUPS]
-        rope_row = (source + ROPE_BYTE).to(tl.pointer_type(tl.bfloat16))  # [BLOCK_R] pointers
-        rope = tl.load(rope_row[:, None] + d, mask=present[:, None], other=0.0)  # [BLOCK_R, ROPE]
+        if ROPE > 0:
+            rope_row = (source + ROPE_BYTE).to(tl.pointer_type(tl.bfloat16))  # [BLOCK_R] pointers
+            rope = tl.load(rope_row[:, None] + d, mask=present[:, None], other=0.0)  # [BLOCK_R, ROPE]
         wide = e4m3_to_float32(code, E4M3_NATIVE, BF16_NATIVE) * scale[:, :, None]
         latent = to_bfloat16(wide, BF16_NATIVE)
         tl.store(target[:, None, None] + latent_column, latent, mask=owned[:, None, None])
@@ -206,5 +206,5 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
             BLOCK_R=config.tile,
             BLOCK_P=REQUEST_TILE,
         )
-        for layout in (FP8_DS_MLA, FP8_V4, BF16, BF16_NOPE)
+        for layout in (FP8_DS_MLA, FP8_NOPE, FP8_V4, BF16, BF16_NOPE)
     ]

@@ -6,11 +6,11 @@ A kernel takes ROWS, one of BF16_ROWS, FP8_ROWS and V4_ROWS (`rows_of`), and ask
 | ROWS | a row | value |
 |---|---|---|
 | BF16_ROWS | LATENT bfloat16, ROPE bfloat16 | the first LATENT |
-| FP8_ROWS | LATENT e4m3, GROUPS float32 scales of GROUP columns each, ROPE bfloat16 | the first LATENT |
+| FP8_ROWS | LATENT e4m3, GROUPS float32 scales of GROUP columns each, ROPE bfloat16 or none | the first LATENT |
 | V4_ROWS | V4_CODES e4m3, V4_TAIL bfloat16; 7 e8m0 scales of V4_GROUP columns each behind the rows of the block | all |
 
-ROPE, the width of the rotary part, 0 where a layout has none, is a parameter of kernels too. SCALE_BYTE, ROPE_BYTE and
-ROW_BYTES place things in a row of FP8_ROWS, V4_ROW_BYTES and V4_SCALE_BYTES in a block of V4_ROWS.
+ROPE, the width of the rotary part, 0 where a layout has none, is a parameter of kernels too. SCALE_BYTE and ROPE_BYTE place
+things in a row of FP8_ROWS, which ends with its rotary part; V4_ROW_BYTES and V4_SCALE_BYTES in a block of V4_ROWS.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ GROUP = tl.constexpr(SCALE_GROUP)
 GROUPS = tl.constexpr(KV_LORA_RANK // SCALE_GROUP)
 SCALE_BYTE = tl.constexpr(FP8_DS_MLA.scale_offset)
 ROPE_BYTE = tl.constexpr(FP8_DS_MLA.rope_offset)
-ROW_BYTES = tl.constexpr(FP8_DS_MLA.row_bytes)
 V4_CODES = tl.constexpr(_V4_CODES)
 V4_TAIL = tl.constexpr(KV_LORA_RANK - _V4_CODES)
 V4_GROUP = tl.constexpr(_V4_SCALE_GROUP)

@@ -18,8 +18,8 @@ for another load of the same step has no buffer before its turn.
 Absence: an index that is negative, not below `num_slots` or past `lengths` loads zeros (never the row's bytes, which may
 be NaN) and scores -inf. The maximum starts at a finite value below any score, so that no -inf meets another.
 
-Cost of a row: K * 656 B (FP8), K * 584 B (fp8_v4), K * 1152 B (bf16) or K * 1024 B (bf16 without a rotary part) from memory
-once for each head tile, 2 * H * K * (1024 + ROPE) flops.
+Cost of a row: K times 656 B (FP8), 528 B (fp8_nope), 584 B (fp8_v4), 1152 B (bf16) or 1024 B (bf16 without a rotary part) from
+memory once for each head tile, 2 * H * K * (1024 + ROPE) flops.
 """
 
 from collections.abc import Iterator, Mapping
@@ -226,9 +226,9 @@ def launch(
     Args:
         out: [B, S, H, 512] bf16 and lse_out [B, S, H] float32, natural; or, where num_splits > 1, the parts for
             merge_states, [num_splits, B * S, H, 512] and [num_splits, B * S, H] float32, lse in base 2, no sink applied.
-        q: [B, S, H, 512 + ROPE] bf16. kv: [W, 512 + ROPE] bf16, or [blocks, block_size, 512 + ROPE] bf16 or [.., 656] uint8,
-            whole rows that follow one another within a block. ROPE is 64, or 0 where q has no rotary part; that of FP8 rows,
-            if they have one, is not read then.
+        q: [B, S, H, 512 + ROPE] bf16. kv: [W, 512 + ROPE] bf16, or [blocks, block_size, 512 + ROPE] bf16 or [.., 656 or 528]
+            uint8, whole rows that follow one another within a block. ROPE is 64, or 0 where q has no rotary part; that of FP8
+            rows, if they have one, is not read then.
             Or [blocks, block_size, 584] uint8 of fp8_v4, and q [B, S, H, 512].
         indices: [B, S, K] int32. lengths: [B, S] int32. attn_sink: [H] float32.
         extra_kv_cache, extra_indices [B, S, E], extra_lengths [B, S]: a second cache like kv, and its list.
