@@ -29,9 +29,9 @@ SHARED_MEMORY: Final[dict[str, int]] = {
 def tile_arch(device: DeviceFacts) -> str:
     """The architecture whose rows `device` runs; "default" where none fits.
 
-    Its own where that has rows which fit. Else, among NVIDIA's of the same major version, the one with the most shared memory that
-    the device has too: SM87 runs SM80's, SM121 SM120's, and a device as SM80 with 99 KiB SM86's. An architecture of another vendor
-    is its own, with rows or without.
+    Its own where that has rows which fit. Else, among NVIDIA's of the same major version, the one with the most shared memory
+    that the device has too: SM87 runs SM80's, SM121 SM120's, and a device as SM80 with 99 KiB SM86's. An architecture of
+    another vendor is its own, with rows or without.
     """
     arch, available = device.arch, device.shared_memory
     needed = SHARED_MEMORY.get(arch)

@@ -7,7 +7,7 @@ tile of bytes. A register holds two words.
 From 8.9 on an instruction converts two bytes that are neighbours. One permutation serves the lower and the upper bytes.
 
 Elsewhere the seven bits of a magnitude are put where a float16's exponent ends and its mantissa begins. They are then 2**-8 of
-the value, subnormals included. Three instructions do that for two bytes: a permutation takes each byte and fills the one above it
+the value, subnormals included. Three instructions do that for two bytes: a permutation takes each byte and fills the one above
 with its sign, a shift brings the magnitude to its place, and a mask leaves one bit of the sign. ptxas makes the shift a
 multiplication, so that the units of bit operations, which would be the busiest, have two of the three. A NaN code so becomes
 2**-8 of 480. Where it has to be seen, one product more makes them 140 times the value. A code has four significant bits and 140

@@ -72,8 +72,8 @@ CONFIGS: Final[Mapping[str, tuple[MaskedConfig, MaskedConfig]]] = {
 }
 """DeviceFacts.arch -> the cut for values of up to 128 columns, and for wider ones. sm90's first row is that of a prototype on
 an H200; the others are what Triton 3.7 fits into shared memory with the fewest spills (`mla_portable_triton.aot`), untimed.
-On sm86 and sm89 64 queries by 64 keys took 892 instructions of a warp under a selection, because two warps share each row; 128 by
-32, as many scores, take 458 (docs/dev/sm80-sm89.md)."""
+On sm86 and sm89 64 queries by 64 keys took 892 instructions of a warp under a selection, because two warps share each row; 128
+by 32, as many scores, take 458 (docs/dev/sm80-sm89.md)."""
 
 
 def config_for(arch: str, v_head_dim: int) -> MaskedConfig:
