@@ -34,6 +34,7 @@ from mla_portable.primitives import (
     TOPK_SELECT,
 )
 from mla_portable_triton.attention_configs import attention_config, program_shape
+from mla_portable_triton.tile_rows import tile_arch
 
 NAME: Final = "triton.portable"
 _LEAST_TRITON: Final = (2, 1)
@@ -58,7 +59,7 @@ def _split_scratch(request: Request) -> int:
     rows, num_heads, topk = request.rows, request.num_heads, request.topk
     if rows is None or num_heads is None or topk is None:
         return DEFAULT_SCRATCH_BYTES
-    config = attention_config(request.device.arch, request.kv_layout, num_heads)
+    config = attention_config(tile_arch(request.device), request.kv_layout, num_heads)
     num_splits = split_kv(
         num_rows=rows,
         num_heads=num_heads,
