@@ -123,6 +123,7 @@ def decide(
     rule = policy.rule_for(request.primitive)
     ranked = [_first_look(c, request, policy, costs) for c in everyone if c.primitive is request.primitive]
     unloaded = _unloaded(policy, everyone)
+    _reserve_named(ranked, rule.target)
     if rule.target == AUTO:
         _reserve_reference(ranked, request.device, maybe_others=bool(unloaded))
     ranking = Ranking(c.standing for c in ranked if not c.reasons)
@@ -165,6 +166,16 @@ def _unloaded(policy: Policy, everyone: Sequence[Implementation]) -> list[Verdic
     loaded = {each.backend for each in everyone}
     names = {name: control for name, control in policy.disabled if name.partition(".")[0] not in loaded}
     return [Verdict(name, (disabled_reason(name, control, name),), math.inf) for name, control in names.items()]
+
+
+def _reserve_named(candidates: Sequence[_Candidate], target: str) -> None:
+    """Give what only a user may choose (`Implementation.automatic`) a reason where it is not named."""
+    for candidate in candidates:
+        name = candidate.implementation.name
+        if not candidate.implementation.automatic and target != name:
+            given = "automatic" if target == AUTO else f"by {target}"
+            remedy = f'backend="{name}" chooses it; the documentation of its backend says for what'
+            candidate.reasons += (Reason("choice", given, "serves only where it is named", remedy),)
 
 
 def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *, maybe_others: bool) -> None:
