@@ -137,10 +137,11 @@ __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache&
     const bool valid = lane < 8 && slot >= 0 && slot < cache.num_slots;
     const u32 mask = __ballot_sync(~0u, valid);
 #if SHARERS > 1
-    const u32 owners = __reduce_or_sync(~0u, valid ? (u32)index >> OWNERS_AT << lane * 4 : 0);
-    const auto tell = [&] { at<u32>(smem, to.mask) = owners; };
+    using Presence = u32;
+    const Presence presence = __reduce_or_sync(~0u, valid ? (u32)index >> OWNERS_AT << lane * 4 : 0);
 #else
-    const auto tell = [&] { at<u8>(smem, to.mask) = (u8)mask; };
+    using Presence = u8;
+    const Presence presence = (u8)mask;
 #endif
     barrier_wait(to.empty, to.parity);
     if (mask != 0xffu) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache&
         __syncwarp();
     }
 #if VISIBLE
-    if (lane == 0) tell();
+    if (lane == 0) at<Presence>(smem, to.mask) = presence;
     for (int k = 0; k < 8; ++k) {
         const uint4* row = reinterpret_cast<const uint4*>(cache.rows + row_at(cache, max(__shfl_sync(~0u, slot, k), 0)));
         if ((mask >> k) & 1)
@@ -166,7 +167,7 @@ __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache&
     barrier_arrive(to.full);
 #else
     if (lane == 0) {
-        tell();
+        at<Presence>(smem, to.mask) = presence;
         barrier_expect(to.full, ROW * __popc(mask));
     }
     __syncwarp();

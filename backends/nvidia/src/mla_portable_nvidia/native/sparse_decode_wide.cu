@@ -39,6 +39,8 @@
 #endif
 #define HT 64                     // heads of a block, of which the first OWN_HEADS may exist
 #define OWN_HEADS (SHARERS * TOKEN_HEADS)
+// what is added to the scores of a lane's token k for heads 8 n and the next
+#define OFFSET(k, n) (SHARERS == 1 || mask >> ((k) * 8 + (n) * 8 / TOKEN_HEADS) & 1 ? e[k] : minus_infinity())
 #define STAGES 6
 #define STEP_STAGES 4
 #define CONSUMERS 256
@@ -452,11 +454,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             f[k] = present ? score_scale * power(exponent) : 0.f;
             e[k] = present ? (float)exponent : minus_infinity();
         }
-        // e of a token's heads 8 n and the next
-        const auto offset = [&](int k, int n) {
-            if (SHARERS == 1) return e[k];
-            return (mask >> (k * 8 + n * 8 / TOKEN_HEADS)) & 1 ? e[k] : minus_infinity();
-        };
         float sum[2];  // of this step, as `total`
         auto probabilities = [&](bool set_level) {
             float top = -1.0e30f, part[4][2];
@@ -473,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     float y[4];
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
-                        y[k] = x[(n + m * 4) * 4 + k] * f[k >> 1] + offset(k >> 1, n + m * 4) - (k & 1 ? level.y : level.x);
+                        y[k] = x[(n + m * 4) * 4 + k] * f[k >> 1] + OFFSET(k >> 1, n + m * 4) - (k & 1 ? level.y : level.x);
                         top = fmaxf(top, y[k]);
                         y[k] = exp2_(y[k]);
                     }
@@ -516,7 +513,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
             for (int k = 0; k < 16; ++k) {
                 const int n = k >> 1, i = k & 1;
-                float top = fmaxf(x[n * 4 + i] * f[0] + offset(0, n), x[n * 4 + i + 2] * f[1] + offset(1, n));
+                float top = fmaxf(x[n * 4 + i] * f[0] + OFFSET(0, n), x[n * 4 + i + 2] * f[1] + OFFSET(1, n));
 #pragma unroll
                 for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
                 if (t == 0) at<float>(smem, TOP_AT + (warp8 * HT + n * 8 + 2 * c + i) * 4) = top;
