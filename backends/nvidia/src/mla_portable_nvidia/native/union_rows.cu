@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_rows(
 #pragma unroll
         for (int p = 0; p < PER_THREAD; ++p) {
             const u32 slot = (u32)slots[g][p];
-            u32 place = (slot * 2654435761u >> 7) & (TABLE - 1);  // Fibonacci hashing: neighbouring slots spread over the table
+            u32 place = slot * 2654435761u / (u32)((1ull << 32) / TABLE);  // Fibonacci hashing: the highest bits of the product
             if (slots[g][p] >= 0) {
                 for (u32 old; (old = atomicCAS(&own.slots[place], FREE, slot)) != FREE && old != slot;)
                     place = place + 1 & TABLE - 1;
