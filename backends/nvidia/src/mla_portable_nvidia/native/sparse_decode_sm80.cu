@@ -22,6 +22,7 @@
 // not finite scores NaN. The splits of a row leave their outputs and lse (base 2) in `partial_out` and `partial_lse`, for
 // merge_splits.cu.
 
+#define READ_INDEX(at) __ldg(at)  // it never starts early
 #include "sparse_decode.cuh"
 
 #define TOKEN (FP8 ? (512 + ROPE) * 2 + 16 : ROW_STRIDE)  // bytes between tokens of a bfloat16 tile
