@@ -289,7 +289,7 @@ def union_implementations() -> Iterator[Implementation[SparsePrefill]]:
         name=NAME,
         primitive=SPARSE_PREFILL,
         support=Support(
-            source="mla_portable_nvidia/native: union_rows.cu, sparse_decode_wide.cu with SHARERS; not run yet",
+            source="mla_portable_nvidia/native: union_rows.cu, sparse_decode_wide.cu with SHARERS",
             device_types=("cuda",),
             vendors=("nvidia",),
             archs=tuple(WideBuild.archs),
