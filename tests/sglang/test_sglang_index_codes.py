@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,6 +20,7 @@ import torch
 from compiling import compiling
 from interpreter_rounding import round_ties_to_even
 from machines import A100, H200, RTX_4090
+from sglang_indexer import exact
 from sglang_kit import cases, fixture, small
 from sglang_version import SELECTORS
 from torch import Tensor
@@ -49,24 +49,7 @@ needs_pools = pytest.mark.parametrize("pools", [POOLS] if POOLS else [], ids=["0
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replaced in a test is put back behind it."""
     round_ties_to_even(monkeypatch)
-    index_codes._log_once.cache_clear()
-    for module, name in KERNELS:
-        monkeypatch.setattr(module, name, getattr(module, name))
-
-
-@contextmanager
-def stock_kernels() -> Iterator[None]:
-    """In the block SGLang's kernels are as they were."""
-    replaced = {(module, name): getattr(module, name) for module, name in KERNELS}
-    for (module, name), found in replaced.items():
-        setattr(module, name, getattr(found, "kernel", found))
-    try:
-        yield
-    finally:
-        for (module, name), found in replaced.items():
-            setattr(module, name, found)
 
 
 def both(call: Callable[[], Any], pools: bool = False) -> tuple[Any, Any]:
@@ -85,15 +68,6 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
     return found.to(dtype)
 
 
-def exact(x: Tensor, scale_fmt: str | None) -> tuple[Tensor, Tensor]:
-    """SGLang's rule in float64 up to the scale: codes of x / scale, the scale amax / 448 or the next power of two."""
-    amax = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-4)
-    scale = amax * torch.tensor(1 / 448, dtype=torch.float32)
-    if scale_fmt is not None:
-        scale = torch.exp2(torch.ceil(torch.log2(amax.double() / 448))).float()
-    return (x.float() / scale).clamp(-448, 448).to(E4M3), scale
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("scale_fmt", ["ue8m0", None])
 def test_queries_have_the_same_codes_and_scales(scale_fmt: str | None, dtype: torch.dtype):
@@ -108,9 +82,9 @@ def test_queries_have_the_same_codes_and_scales(scale_fmt: str | None, dtype: to
 def test_every_code_of_e4m3_and_every_tie_is_rounded_as_by_the_kernel():
     grid = torch.arange(128, dtype=torch.uint8).view(E4M3).float()[:127]
     middles = (grid[1:] + grid[:-1]) / 2
-    q = torch.cat([grid, middles, -grid, -middles, torch.tensor([448.0])]).new_zeros(4, WIDTH)
+    q = torch.zeros(4, WIDTH)
     found = torch.cat([grid, middles, -grid, -middles])
-    q.view(-1)[: len(found)] = found
+    q[:, :-1] = torch.nn.functional.pad(found, (0, 4 * (WIDTH - 1) - len(found))).view(4, WIDTH - 1)
     q[:, -1] = 448  # so that a power of two is 1
     (theirs, scales), (ours, _) = both(lambda: QUANT.act_quant(q.bfloat16(), WIDTH, "ue8m0"))
     assert (scales == 1).all() and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
