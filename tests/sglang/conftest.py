@@ -45,7 +45,7 @@ if VERSION is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     os.environ["SGLANG_DSA_FUSE_TOPK"] = str(int(FUSED))
-    collect_ignore_glob = ["*_modules.py"] if SELECTORS else ["*_selectors.py", "*_nope.py"]
+    collect_ignore_glob = ["*_modules.py"] if SELECTORS else ["*_selectors.py", "*_nope.py", "*_key_pools.py"]
     os.environ["SGLANG_OPT_USE_TOPK_V2"] = "0"  # its plan is made by a CUDA kernel
     os.environ["MLA_PORTABLE_BACKEND"] = "reference"  # Triton's kernels have a test of their own
     allow_known_configs()
