@@ -84,13 +84,13 @@ def main() -> None:
         for impl in SERVED:
             run(f"{mode} {impl}", kit.run_dsa_sparse_speculative_forward_mode_case, case, dsa_decode_backend=impl)
     graphs = cuda_graph_decode_runner.run_dsa_sparse_cuda_graph_decode_case
-    verify = replace(LONG, name="target_verify", forward_mode=ForwardMode.TARGET_VERIFY, prefix_lens=(128,), extend_lens=(3,))
-    for case, fused_store in product((LONG, verify, CASES["dsa_sparse_prefill_long_extend"]), (True, False)):
-        run_indexer(case, fused_store)
     run("graph replay bf16", graphs, DECODE)
     run("graph replay fp8", graphs, DECODE, dsa_decode_backend="flashmla_kv", fp8_kv_cache=True)
     chain = replace(DECODE, name="draft", prefix_lens=(128, 192))
     run("draft's graph runner", speculative_draft_runner.run_dsa_eagle_draft_cuda_graph_runner_case, chain)
+    verify = replace(LONG, name="target_verify", forward_mode=ForwardMode.TARGET_VERIFY, prefix_lens=(128,), extend_lens=(3,))
+    for case, fused_store in product((LONG, verify, CASES["dsa_sparse_prefill_long_extend"]), (True, False)):
+        run_indexer(case, fused_store)
 
 
 if __name__ == "__main__":
