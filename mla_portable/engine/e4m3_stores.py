@@ -37,7 +37,12 @@ class StandIn:
     """Takes the place of a Triton kernel of the engine that stores e4m3, and is launched like it."""
 
     def __init__(self, kernel: Any, serve: Serve) -> None:
-        self.kernel, self._serve, self.arg_names = kernel, serve, kernel.arg_names
+        self.kernel, self._serve = kernel, serve
+
+    @property
+    def arg_names(self) -> list[str]:
+        """The kernel's."""
+        return self.kernel.arg_names
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **named: Any) -> None:
