@@ -90,6 +90,7 @@ static void barrier_wait(u32 barrier, u32 parity) {
     if (of.phase > before + 1) fail("a phase that was missed");
 }
 static void async_fence() {}
+static void prefetch(const u8*) {}
 static std::map<std::pair<int, int>, Barrier> named;
 template <int COUNT>
 static void meet(int number) { named[{block(), number}].meet(COUNT); }

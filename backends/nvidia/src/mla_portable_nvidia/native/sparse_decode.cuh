@@ -9,6 +9,9 @@
 #include LAYOUT
 
 #define MAX_SPLITS 16             // blocks of a cluster
+#ifndef PREFETCH                  // 1: rows of the next four tiles are brought to L2 beside those of these
+#define PREFETCH 0
+#endif
 #ifndef PLACE                     // where a token of a warp's eight lies in a stage, in rows from the first of them
 #define PLACE(token) (token)
 #endif
@@ -125,6 +128,10 @@ __device__ __forceinline__ i64 apart_at(const Cache& cache, int slot) {
 struct Stage {
     u32 rows, mask, empty, parity, full;
 };
+// brings a lane's row to L2 ahead of its copy
+__device__ __forceinline__ void prefetch(const u8* row) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "n"(ROW) : "memory");
+}
 // eight tokens of a tile by a warp, lanes 0 to 7 one each, once the stage is empty; `full` expects their bytes. An absent token
 // (negative, not below num_slots) becomes zeros and a 0 in the byte of presence.
 __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache& cache, int slot, int lane) {
@@ -242,6 +249,12 @@ __device__ __forceinline__ void produce(
         for (int j = 0; j < 4 && first + j < tiles; ++j) {
             const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
             copy_rows(smem, stage(), cache_of(lists, row.keys, row.own.begin + (first + j) * TILE), slot, lane);
+#if PREFETCH
+            if (j == 0) {
+                const Cache& cache = cache_of(lists, row.keys, key);
+                if (next >= 0 && next < cache.num_slots) prefetch(cache.rows + row_at(cache, next));
+            }
+#endif
         }
     }
     if (splits > 1) {

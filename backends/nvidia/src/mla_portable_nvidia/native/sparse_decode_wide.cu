@@ -30,8 +30,16 @@
 #define TILE 32                   // tokens of a stage
 #include "sparse_decode.cuh"
 
-#define HT 64                     // heads of a block
+#ifndef HALVES                    // 1: the warpgroups are half a step apart
+#define HALVES 0
+#endif
+#ifndef ONE_SPLIT                 // 1: a row that is not split has code of its own for its end
+#define ONE_SPLIT 0
+#endif
+#ifndef STAGES
 #define STAGES 6
+#endif
+#define HT 64                     // heads of a block
 #define STEP_STAGES 4
 #define CONSUMERS 256
 #define THREADS (CONSUMERS + 128)
@@ -55,12 +63,18 @@
 #define SINK_AT (STATE_AT + HT * 8)              // [HT]: as an exponent of 2
 #define UNIT_AT (SINK_AT + HT * 4)               // [2 steps][UNITS][128] float16: scales over 2^e; bfloat16 of columns without
 #define MASK_AT (UNIT_AT + 2 * UNITS * 128 * 2)      // a byte for eight tokens of a stage
-#define RISEN_AT (MASK_AT + STAGES * 4)          // [2]: the last step of either parity that needs another level
+#define RISEN_AT (MASK_AT + (STAGES + 1) / 2 * 8)  // [2]: the last step (half a step) of either parity that needs another level
 #define QTOP_AT (RISEN_AT + 8)                   // [8][2]: the largest and the least |q| of a warp's heads, as bits
 #define FULL_AT (QTOP_AT + 64)                   // a barrier for each stage
 #define EMPTY_AT (FULL_AT + STAGES * 8)          // likewise: its readers have left it
-#define SPENT_AT (EMPTY_AT + STAGES * 8)         // a barrier: the probabilities have been read
+#define SPENT_AT (EMPTY_AT + STAGES * 8)         // a barrier (for each half): the probabilities have been read
+#if HALVES
+#define READY_AT (SPENT_AT + 16)                 // a barrier for each half of a step: its probabilities are there, and its level
+#define DECAY_AT (READY_AT + 16)                 // [2][HT]: where a half has another level, what has been summed before it counts
+#define SHARED_BYTES (DECAY_AT + 2 * HT * 4)
+#else
 #define SHARED_BYTES (SPENT_AT + 8)
+#endif
 #define MERGE_STRIDE 516          // floats between heads of a split's output
 #define WEIGHT_AT (HT * MERGE_STRIDE * 4)        // [MAX_SPLITS][HT], behind it: what a split's output counts
 #define Q_EXPONENT 13             // q of the block's largest head is below 2^(it + 1)
@@ -137,6 +151,15 @@ __device__ __forceinline__ void finish(
     if (thread < HT) {
         const int h = where.head0 + thread;
         float* lse = lse_out + where.b * st.lse_b + where.s * st.lse_s + h * st.lse_h;
+#if ONE_SPLIT
+        if (work.splits == 1) {
+            const float2 own = at<float2>(smem, STATE_AT + thread * 8);
+            const bool empty = own.y == 0.f;  // a NaN sum is not empty, it has to be seen
+            if (h < num_heads) *lse = empty ? minus_infinity() : (own.x + __log2f(own.y)) * LN_2;
+            const float weight = empty ? 0.f : 1.f / (own.y + exp2_(at<float>(smem, SINK_AT + thread * 4) - own.x));
+            at<float>(smem, WEIGHT_AT + thread * 4) = weight;
+        } else
+#endif
         weigh_splits<HT>(&at<float>(smem, WEIGHT_AT + thread * 4), smem_u32(smem) + STATE_AT + thread * 8, work.splits,
                          at<float>(smem, SINK_AT + thread * 4), work.split == 0 && h < num_heads ? lse : nullptr);
     }
@@ -189,6 +212,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     }
     if (thread == 0) {
         barrier_init(shared + SPENT_AT, 8 * ARRIVALS);
+#if HALVES
+        barrier_init(shared + SPENT_AT + 8, 8 * ARRIVALS);
+        barrier_init(shared + READY_AT, 4 * ARRIVALS);
+        barrier_init(shared + READY_AT + 8, 4 * ARRIVALS);
+#endif
         at<u32>(smem, RISEN_AT) = at<u32>(smem, RISEN_AT + 4) = 0;
     }
     if (thread < HT) {
@@ -286,14 +314,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 
     int stage = 0;
     u32 parity = 0;
-    for (int step = 0; step < steps; ++step) {
+#if HALVES
+    // Half h of 64 tokens is scored by warpgroup h & 1, which then adds the half before it and this one to its columns: in step i
+    // warpgroup 0 adds halves 2 i - 1 and 2 i, warpgroup 1 halves 2 i and 2 i + 1.
+    const int rounds = group == 0 ? steps + 1 : steps;
+    const auto scorers_barrier = [&] { meet<128>(2 + group); };
+#else
+    const int rounds = steps;
+    const auto scorers_barrier = [&] { consumers_barrier(); };
+#endif
+    for (int step = 0; step < rounds; ++step) {
+        float sum[2] = {0.f, 0.f};  // of this step, as `total`
+        if (!HALVES || step < steps) {
         float x[32];  // scores of tokens t and t + 8, heads 8 n + 2 c and the next
         float back[2];  // 2^-e of the tokens
         u32 mask;
         // ---- scores
         {
             const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
-            int own = stage + (warp8 >> 1);
+            int own = stage + (HALVES ? (group == 0 && step == 0 ? 0 : 2) + (warp8 >> 1 & 1) : warp8 >> 1);
             const bool wrapped = own >= STAGES;
             if (wrapped) own -= STAGES;
             barrier_wait(shared + FULL_AT + own * 8, parity ^ (u32)wrapped);
@@ -435,7 +474,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             f[k] = present ? score_scale * power(exponent) : 0.f;
             e[k] = present ? (float)exponent : minus_infinity();
         }
-        float sum[2];  // of this step, as `total`
         auto probabilities = [&](bool set_level) {
             float top = -1.0e30f, part[4][2];
             const int thread = thread_again(), l = thread & 31;
@@ -479,10 +517,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
             for (int k = 0; k < 2; ++k)
                 sum[k] = (l & 4 ? part[1][k] : part[0][k]) + __shfl_xor_sync(~0u, l & 4 ? part[0][k] : part[1][k], 4);
-            if (!set_level && top > LIMIT) at<u32>(smem, RISEN_AT + (step & 1) * 4) = step;
+            const u32 parity = (HALVES ? group : step) & 1;
+            if (!set_level && top > LIMIT) at<u32>(smem, RISEN_AT + parity * 4) = HALVES ? step * 2 + group : step;
             async_fence();
-            consumers_barrier();
+            scorers_barrier();
         };
+#if HALVES
+        const int half = step * 2 + group;
+        bool rises = half == 0;  // for all of the warpgroup
+        if (half > 0) {
+            barrier_wait(shared + READY_AT + (group ^ 1) * 8, ((half - 1) >> 1) & 1);
+            if (step > 0) barrier_wait(shared + SPENT_AT + group * 8, (step - 1) & 1);
+            probabilities(false);
+            rises = at<u32>(smem, RISEN_AT + group * 4) == half;
+        }
+        if (rises) {
+            const int own = thread_again(), t = (own & 31) >> 2, c = own & 3, warp8 = own >> 5;
+#pragma unroll
+            for (int k = 0; k < 16; ++k) {
+                const int n = k >> 1, i = k & 1;
+                float top = fmaxf(x[n * 4 + i] * f[0] + e[0], x[n * 4 + i + 2] * f[1] + e[1]);
+#pragma unroll
+                for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+                if (t == 0) at<float>(smem, TOP_AT + (warp8 * HT + n * 8 + 2 * c + i) * 4) = top;
+            }
+            scorers_barrier();
+            const u32 head = own & 127;
+            if (head < HT) {
+                const float old = at<float>(smem, LEVEL_AT + head * 4);
+                float top = -1.0e30f;
+#pragma unroll
+                for (int w = 0; w < 4; ++w) top = fmaxf(top, at<float>(smem, TOP_AT + ((group * 4 + w) * HT + head) * 4));
+                const float level = fmaxf(old, top - HEADROOM);
+                at<float>(smem, LEVEL_AT + head * 4) = level;
+                at<float>(smem, DECAY_AT + (group * HT + head) * 4) = exp2_(old - level);
+            }
+            scorers_barrier();
+            probabilities(true);
+        }
+        warp_arrive(shared + READY_AT + group * 8, lane);
+#else
         bool rises = step == 0;  // for all of the block
         if (step > 0) {
             barrier_wait(shared + SPENT_AT, (step - 1) & 1);
@@ -525,11 +599,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             probabilities(true);
         }
         total[0] += sum[0], total[1] += sum[1];
+#endif
+        }
 
         // ---- output: 16 tokens at a time
+#if HALVES
+#pragma unroll 1
+        for (int add = max(step * 2 - 1 + group, 0); add <= step * 2 + group && add < steps * 2; ++add) {
+            constexpr int DEPTHS = 4;
+            const u32 units_at = (add >> 1 & 1) * UNITS * 256 + (add & 1) * 128, prob_at = (add & 1) * DEPTHS * 128;
+            const bool own_half = (add & 1) == group;
+            if (!own_half) barrier_wait(shared + READY_AT + (group ^ 1) * 8, add >> 1 & 1);
+            if (at<u32>(smem, RISEN_AT + (add & 1) * 4) == add) {
+                const int own = thread_again(), t = (own & 31) >> 2, c = own & 3;
+#pragma unroll
+                for (int k = 0; k < 16; ++k) {
+                    const float decay = at<float>(smem, DECAY_AT + ((add & 1) * HT + (k >> 1) * 8 + 2 * c + (k & 1)) * 4);
+                    if (k >> 1 == t) total[k & 1] *= decay;
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        acc[j][(k >> 1) * 4 + (k & 1)] *= decay;
+                        acc[j][(k >> 1) * 4 + (k & 1) + 2] *= decay;
+                    }
+                }
+            }
+            if (own_half) total[0] += sum[0], total[1] += sum[1];
+#else
         {
+            constexpr int DEPTHS = 8;
+            const u32 units_at = (step & 1) * UNITS * 256, prob_at = 0;
+#endif
             const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
-            const u32 units = UNIT_AT + ((step & 1) * UNITS + (UNITS == 8 ? warp8 : warp8 >> 1)) * 256 + 2 * c * 2;
+            const u32 units = UNIT_AT + units_at + (UNITS == 8 ? warp8 : warp8 >> 1) * 256 + 2 * c * 2;
             const bool plain = PLAIN_FIRST && warp8 == 7;  // values are bfloat16
             const u32 output_from = KV_AT + 2 * c * ROW_STRIDE + warp8 * 64 + t * (plain ? 16 : 8);
             static_assert(!PLAIN_FIRST || PLAIN_COLUMN == 7 * 64, "where those of the last warp begin");
@@ -552,7 +653,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             barrier_wait(shared + FULL_AT + stage * 8, parity);
             read(0, stage);
 #pragma unroll
-            for (int k16 = 0; k16 < 8; ++k16) {
+            for (int k16 = 0; k16 < DEPTHS; ++k16) {
                 u32 (&v)[4][4] = a[k16 & 1];
                 if (k16 >= 2) {
                     wgmma_wait<1>();
@@ -594,19 +695,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     __syncwarp();
                     warp_arrive(shared + EMPTY_AT + stage * 8, lane);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
-                    if (k16 < 7) barrier_wait(shared + FULL_AT + stage * 8, parity);
+                    if (k16 < DEPTHS - 1) barrier_wait(shared + FULL_AT + stage * 8, parity);
                 }
-                if (k16 < 7) read(k16 + 1, stage);
+                if (k16 < DEPTHS - 1) read(k16 + 1, stage);
                 wgmma_fence();
 #pragma unroll
-                for (int j = 0; j < 4; ++j) wgmma_output(acc[j], v[j], prob_operand + k16 * 128, 1);
+                for (int j = 0; j < 4; ++j) wgmma_output(acc[j], v[j], prob_operand + prob_at + k16 * 128, 1);
                 wgmma_commit();
             }
             wgmma_wait<0>();
 #pragma unroll
             for (int j = 0; j < 4; ++j) hold(a[0][j]), hold(a[1][j]);
+#if HALVES
+            warp_arrive(shared + SPENT_AT + (add & 1) * 8, lane);
+        }
+#else
         }
         warp_arrive(shared + SPENT_AT, lane);
+#endif
     }
 
     const Work done = own_work(whole_clusters);
