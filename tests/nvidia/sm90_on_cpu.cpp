@@ -90,7 +90,12 @@ static void barrier_wait(u32 barrier, u32 parity) {
     if (of.phase > before + 1) fail("a phase that was missed");
 }
 static void async_fence() {}
-static void prefetch(const u8*) {}
+template <int BYTES>
+static void prefetch(const void* from) {
+    if ((size_t)from % 16 || BYTES % 16) fail("a prefetch from an odd place");
+    volatile char read = ((const char*)from)[0] ^ ((const char*)from)[BYTES - 1];
+    (void)read;
+}
 static std::map<std::pair<int, int>, Barrier> named;
 template <int COUNT>
 static void meet(int number) { named[{block(), number}].meet(COUNT); }
@@ -109,7 +114,10 @@ static void stmatrix4(u32 to, const u32 (&r)[4]) {
 
 // ---- clusters
 static u32 cluster;
-static int cluster_blocks;
+static int cluster_blocks, clusters_of_launch;
+static u32 clusters_launched() { return clusters_of_launch; }
+static u32 blocks_of_cluster() { return cluster_blocks; }
+static u32 multiprocessors() { return 1; }
 static void cluster_publish() {
     __syncwarp();
     emulated_arrive();
@@ -201,7 +209,7 @@ static void run() {
 extern "C" void launch(const char* arguments, int clusters, int blocks, int shared, int stride) {
     packed = arguments;
     readable = nullptr, readable_end = (const char*)~0ull;
-    cluster_blocks = blocks;
+    cluster_blocks = blocks, clusters_of_launch = clusters;
     operands.resize(blocks * THREADS), of_mma.resize(blocks * THREADS);
     for (cluster = 0; cluster < (u32)clusters; ++cluster) {
         phases.clear(), named.clear();

@@ -46,12 +46,32 @@ struct Work {
     u32 unit;
     int split, splits;
 };
-__device__ __forceinline__ Work own_work(int whole_clusters) {
+// later: of the block that comes so many after this one
+__device__ __forceinline__ Work own_work(int whole_clusters, u32 later = 0) {
     u32 cluster, block, blocks;  // read again where it is wanted again, to keep no registers meanwhile
     asm volatile("mov.u32 %0, %%ctaid.x;\n mov.u32 %1, %%ctaid.y;\n mov.u32 %2, %%nctaid.y;"
                  : "=r"(cluster), "=r"(block), "=r"(blocks));
+    if (later) {
+        later += cluster * blocks + block;
+        cluster = later / blocks, block = later % blocks;
+    }
     if (cluster < whole_clusters) return {cluster * blocks + block, 0, 1};
     return {cluster + whole_clusters * (blocks - 1), (int)block, (int)blocks};
+}
+__device__ __forceinline__ u32 clusters_launched() {
+    u32 clusters;
+    asm("mov.u32 %0, %%nctaid.x;" : "=r"(clusters));
+    return clusters;
+}
+__device__ __forceinline__ u32 blocks_of_cluster() {
+    u32 blocks;
+    asm("mov.u32 %0, %%nctaid.y;" : "=r"(blocks));
+    return blocks;
+}
+__device__ __forceinline__ u32 multiprocessors() {
+    u32 count;
+    asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+    return count;
 }
 // which row and heads a unit of work is
 struct Place {
@@ -128,9 +148,13 @@ __device__ __forceinline__ i64 apart_at(const Cache& cache, int slot) {
 struct Stage {
     u32 rows, mask, empty, parity, full;
 };
-// brings a lane's row to L2 ahead of its copy
-__device__ __forceinline__ void prefetch(const u8* row) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "n"(ROW) : "memory");
+// brings what lies there to L2, before somebody copies it
+template <int BYTES>
+__device__ __forceinline__ void prefetch(const void* from) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void prefetch_row(const Cache& cache, int slot) {
+    if (slot >= 0 && slot < cache.num_slots) prefetch<ROW>(cache.rows + row_at(cache, slot));
 }
 // eight tokens of a tile by a warp, lanes 0 to 7 one each, once the stage is empty; `full` expects their bytes. An absent token
 // (negative, not below num_slots) becomes zeros and a 0 in the byte of presence.
@@ -236,10 +260,11 @@ __device__ __forceinline__ Row begin_row(const List (&lists)[LISTS], const Work 
     const bool alike = LISTS == 1 || keys.second() == most.second() || key < keys.second();
     return {keys, own, next, own.begin == all.begin && alike};
 }
-// copies `tiles` tiles in their order, each to where `stage()` says, and takes part in the cluster's end
-template <typename NextStage>
+// copies `tiles` tiles in their order, each to where `stage()` says, then does `behind()`, and takes part in the cluster's end
+template <typename NextStage, typename Behind>
 __device__ __forceinline__ void produce(
-    u8* smem, const List (&lists)[LISTS], const Row& row, int tiles, int splits, int warp, int lane, NextStage stage) {
+    u8* smem, const List (&lists)[LISTS], const Row& row, int tiles, int splits, int warp, int lane, NextStage stage,
+    Behind behind) {
     int key = own_key(row.own.begin, warp, lane);
     int next = index_of(lists, row.keys, key, row.own.end, row.known, row.next);
     for (int first = 0; first < tiles; first += 4) {
@@ -250,17 +275,20 @@ __device__ __forceinline__ void produce(
             const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
             copy_rows(smem, stage(), cache_of(lists, row.keys, row.own.begin + (first + j) * TILE), slot, lane);
 #if PREFETCH
-            if (j == 0) {
-                const Cache& cache = cache_of(lists, row.keys, key);
-                if (next >= 0 && next < cache.num_slots) prefetch(cache.rows + row_at(cache, next));
-            }
+            if (j == 0) prefetch_row(cache_of(lists, row.keys, key), next);
 #endif
         }
     }
+    behind();
     if (splits > 1) {
         cluster_publish();
         cluster_leave();
     }
+}
+template <typename NextStage>
+__device__ __forceinline__ void produce(
+    u8* smem, const List (&lists)[LISTS], const Row& row, int tiles, int splits, int warp, int lane, NextStage stage) {
+    produce(smem, lists, row, tiles, splits, warp, lane, stage, [] {});
 }
 
 // ---- q: operand registers of a head for the eight steps of 16 latent columns that a warp has, and one of rope

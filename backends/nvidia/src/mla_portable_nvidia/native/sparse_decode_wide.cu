@@ -30,11 +30,14 @@
 #define TILE 32                   // tokens of a stage
 #include "sparse_decode.cuh"
 
-#ifndef HALVES                    // 1: the warpgroups are half a step apart
+#ifndef HALVES                    // 1: the warpgroups are half a step apart; 2: a softmax apart
 #define HALVES 0
 #endif
 #ifndef ONE_SPLIT                 // 1: a row that is not split has code of its own for its end
 #define ONE_SPLIT 0
+#endif
+#ifndef LATER                     // 1: brings to L2 what the blocks of the next wave read first
+#define LATER 0
 #endif
 #ifndef STAGES
 #define STAGES 6
@@ -236,7 +239,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                               shared + EMPTY_AT + stage * 8, parity, shared + FULL_AT + stage * 8};
             if (++stage == STAGES) stage = 0, parity ^= 1;
             return to;
-        });
+        }
+#if LATER
+        , [&] {
+            const Work later = own_work(whole_clusters, multiprocessors());
+            if (later.unit >= clusters_launched() + whole_clusters * (blocks_of_cluster() - 1)) return;
+            const Place there = place_of<HT>(later.unit, head_tiles, query_len);
+            const int own = thread_again(), lane = own & 31, warp = own >> 5 & 3, head = there.head0 + warp * 16 + lane;
+            if (lane < 16 && head < num_heads)
+                prefetch<(512 + ROPE) * 2>(q + there.b * st.q_b + there.s * st.q_s + (i64)head * st.q_h);
+            if (there.head0 > 0) return;
+            const List lists[LISTS] = {
+                first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, there, st),
+#if LISTS > 1
+                second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk,
+                            there, st),
+#endif
+            };
+            Keys most;
+#pragma unroll
+            for (int k = 0; k < LISTS; ++k) most.count[k] = lists[k].most;
+            const Span all = share(most.all(), STEP, later);
+            for (int n = 0; n < LATER; ++n) {
+                const int key = own_key(all.begin + n * 4 * TILE, warp, lane);
+                prefetch_row(cache_of(lists, most, key), index_of(lists, most, key, all.end));
+            }
+        }
+#endif
+        );
         return;
     }
     set_registers_up<CONSUMER_REGISTERS>();
@@ -315,9 +345,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     int stage = 0;
     u32 parity = 0;
 #if HALVES
-    // Half h of 64 tokens is scored by warpgroup h & 1, which then adds the half before it and this one to its columns: in step i
-    // warpgroup 0 adds halves 2 i - 1 and 2 i, warpgroup 1 halves 2 i and 2 i + 1.
-    const int rounds = group == 0 ? steps + 1 : steps;
+    // Half h of 64 tokens is scored by warpgroup h & 1. Its softmax follows that of half h - 1, whose level it takes, so that one
+    // warpgroup multiplies while the other has its softmax. In step i both add halves 2 i and 2 i + 1 to their columns; with
+    // HALVES 1 warpgroup 0 adds halves 2 i - 1 and 2 i.
+    const int behind = HALVES == 1 && group == 0 ? 1 : 0;
+    const int rounds = steps + behind;
     const auto scorers_barrier = [&] { meet<128>(2 + group); };
 #else
     const int rounds = steps;
@@ -332,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         // ---- scores
         {
             const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
-            int own = stage + (HALVES ? (group == 0 && step == 0 ? 0 : 2) + (warp8 >> 1 & 1) : warp8 >> 1);
+            int own = stage + (HALVES == 1 ? (group == 0 && step == 0 ? 0 : 2) + (warp8 >> 1 & 1) : warp8 >> 1);
             const bool wrapped = own >= STAGES;
             if (wrapped) own -= STAGES;
             barrier_wait(shared + FULL_AT + own * 8, parity ^ (u32)wrapped);
@@ -605,7 +637,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         // ---- output: 16 tokens at a time
 #if HALVES
 #pragma unroll 1
-        for (int add = max(step * 2 - 1 + group, 0); add <= step * 2 + group && add < steps * 2; ++add) {
+        for (int add = max(step * 2 - behind, 0); add < min(step * 2 - behind + 2, steps * 2); ++add) {
             constexpr int DEPTHS = 4;
             const u32 units_at = (add >> 1 & 1) * UNITS * 256 + (add & 1) * 128, prob_at = (add & 1) * DEPTHS * 128;
             const bool own_half = (add & 1) == group;
