@@ -20,7 +20,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -33,7 +34,7 @@ from vllm_gpu.older_ptx import load_native_ptx_instead, load_ptx_instead
 from mla_portable.capability.claims import compiled_for
 from mla_portable.capability.profiles import Profile, all_profiles
 from mla_portable.cli.app import app
-from mla_portable.cli.recording import case_of, recorder
+from mla_portable.cli.recording import Recorder, case_of, recorder
 from mla_portable.conformance import Case, CaseResult, run_suite
 from mla_portable.conformance.runner import run_installed
 from mla_portable.contracts import Primitive
@@ -72,6 +73,24 @@ def libraries_of(backend: str, older: Profile, registry: Registry) -> list[str]:
     offers = [each for each in registry.implementations() if backend in (each.name, each.backend)]
     declared = [f"{each.name} / {each.primitive}" for each in offers if not [*each.support.device_reasons(facts)]]
     return [name for name in declared if older.arch not in compiled.get(name, ())]
+
+
+@contextmanager
+def kept(file: Recorder, level: str, loaded: Path) -> Generator[list[CaseResult]]:
+    """A list for the results of cases: those in it are added to a run, also where something ends the rest.
+
+    loaded: the file with the names of kernels that were loaded. Raises: SystemExit where there is none.
+    """
+    results: list[CaseResult] = []
+    try:
+        yield results
+    finally:
+        kernels = len(loaded.read_text(encoding="utf-8").splitlines())
+        if kernels and results:
+            file.add(level=level, cases=[case_of(each.as_dict()) for each in results])
+            print(f"{kernels} kernels loaded as PTX; {len(results)} cases added to the run")
+    if not kernels:
+        raise SystemExit("loaded no kernel: nothing of the older architecture ran")
 
 
 def bench(older: Profile, words: Sequence[str]) -> None:
@@ -120,15 +139,15 @@ def main() -> int:
         loaded.touch()
         load_older(capability, loaded)  # here too, for the checks of implementations
         how = {"device": "cuda", "level": options.level, "primitives": options.primitive, "jobs": options.jobs}
-        report = run_suite(registry, options.backend, **how, worker=partial(run_older, capability, loaded))
-        kernels = len(loaded.read_text(encoding="utf-8").splitlines())
-    if not kernels:
-        raise SystemExit(f"{options.backend} loaded no kernel: nothing of {options.arch} ran")
+        with kept(file, options.level, loaded) as results:
+            how |= {
+                "worker": partial(run_older, capability, loaded),
+                "progress": lambda done, total, each: results.append(each),
+            }
+            report = run_suite(registry, options.backend, **how)
     for bad in (result for result in report.results if result.status != "passed"):
         print(f"{bad.status} {bad.case.id}: {bad.message}")
-    file.add(level=options.level, cases=[case_of(result.as_dict()) for result in report.results])
     print(f"{options.arch} code on {here}, triton {triton.__version__}: {report.passed} passed, {report.failed} failed")
-    print(f"{kernels} kernels loaded as PTX; the cases are in {options.out}")
     return int(not report.ok)
 
 

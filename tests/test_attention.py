@@ -285,6 +285,17 @@ def test_slots_of_the_cache_are_promised_to_be_clean(route: str, promised: set[s
     assert "clean_indices" not in layer.explain()  # it decides nothing
 
 
+@pytest.mark.parametrize("ends_in_order", [False, True])
+@pytest.mark.parametrize("route", ["fused", "direct", "split", "upconvert"])
+def test_decode_may_start_before_a_conversion_has_ended_that_ends_in_order(route: str, ends_in_order: bool):
+    """What is in front of sparse_prefill in the stream may be anything: a decode, a gather, an earlier chunk."""
+    plugin = Recorder(support={"ends_in_order": ends_in_order})
+    layer = SparseMLAAttention(replace(SPEC, route=route), device="cpu", registry=registry_of(plugin))
+    promised = {str(request.primitive) for request in plugin.bound if request.follows_in_order}
+    assert promised == ({"sparse_decode"} if ends_in_order and route != "upconvert" else set())
+    assert "in_order" not in layer.explain()  # it decides nothing
+
+
 @pytest.mark.parametrize(("most", "query_len"), [(4, 1), (256, 2)])
 def test_decode_is_chosen_for_the_largest_batch_of_the_deployment(most: int, query_len: int):
     plugin = Recorder(schedule_kind=SPLIT_KV)

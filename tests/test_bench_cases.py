@@ -40,6 +40,8 @@ def test_the_default_sweep_has_the_sizes_of_a_serving_rank():
     assert {(case.rows, case.width) for case in prefill} == {(256, 8192), (1024, 8192), (4096, 65536)}
     assert {case.overlap for case in prefill} == {0, 80}
     assert {case.primitive for case in kernel_cases()} == set(TIMED)
+    for case in kernel_cases():  # a time with heads would rank nothing where a request has none
+        assert (case.num_heads is not None) == ("num_heads" in case.primitive.facts), case
 
 
 def test_a_selection_alone_has_neither_layout_nor_heads_and_every_width():

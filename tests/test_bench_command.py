@@ -16,7 +16,7 @@ from kernel_bench import CPU, SMALL, TIMED, decode_baseline, run
 from spoiled import WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
-from mla_portable.bench import kernel_machine
+from mla_portable.bench import kernel_machine, kernels
 from mla_portable.bench.kernel_records import kernel_lines, times_of
 from mla_portable.bench.kernels import KernelReport
 from mla_portable.bench.plot import picture_of
@@ -63,13 +63,13 @@ def test_a_line_says_what_ran_and_how(report):
 def test_a_time_stands_beside_the_fastest_baseline(report):
     slow = decode_baseline("slow.v1")
     both = run(report.cases[0].case, baselines=[decode_baseline(), slow, decode_baseline("wrong.v1", factor=2.0)])
-    (time,) = times_of(both)
+    (time,) = times_of(both.cases)
     baselines = {line["name"]: line["median_us"] for line in kernel_lines(both) if line["role"] == "baseline"}
     assert baselines.pop("wrong.v1") is None and time.baseline is not None
     assert time.baseline.name == min(baselines, key=baselines.__getitem__)
     assert time.baseline.us == round(baselines[time.baseline.name], 3)
     assert time.p10 <= time.us <= time.p90 and time.bound == round(both.cases[0].bound_us, 3)
-    assert [each.baseline for each in times_of(report) if each.primitive == "cache_write"] == [None]
+    assert [each.baseline for each in times_of(report.cases) if each.primitive == "cache_write"] == [None]
 
 
 def timed(name: str, us: float, *, topk: int = 2048, bound: float = 80.0, other: float = 412.0, **changes: Any) -> Time:
@@ -228,6 +228,21 @@ def test_the_command_adds_times_to_a_run_and_draws_them(tmp_path):
     assert [each.us for each in second.times] == [round(line["median_us"], 3) for line in again["lines"]], "the newer ones"
     assert second.cases == [] and second.level is None and second.versions["torch"].startswith(torch.__version__.split("+")[0])
     assert "pow2" in command(*words, "--scale-format", "amax", code=2).output
+
+
+def test_an_interrupted_benchmark_keeps_what_was_timed(tmp_path, monkeypatch):
+    real, rows = kernels.time_candidates, list[int]()
+
+    def second_size_interrupts(problem: Any, *arguments: Any, **options: Any) -> Any:
+        rows.append(problem.case.rows)
+        if len(rows) == 2:
+            raise KeyboardInterrupt
+        return real(problem, *arguments, **options)
+
+    monkeypatch.setattr(kernels, "time_candidates", second_size_interrupts)
+    out = tmp_path / "run.json.gz"
+    command("--primitive", "sparse_decode", "--layout", "bf16", "--out", str(out), code=130)
+    assert rows == [2, 3] and [each.rows for each in read_run(out).times] == [2]
 
 
 def test_the_command_fails_when_one_of_ours_is_wrong():

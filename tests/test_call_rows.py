@@ -73,9 +73,9 @@ def shipped():
         yield registry
 
 
-@pytest.mark.parametrize(("rows", "served"), [(1, ""), (16, "native"), (33, "native"), (64, "native"), (4096, "deepgemm")])
+@pytest.mark.parametrize(("rows", "served"), [(1, ""), (16, "native"), (33, "native"), (64, "native"), (4096, "")])
 def test_the_indexer_takes_what_is_fastest_at_its_rows(shipped: Shipped, rows: int, served: str):
-    """With one row two kernels are within some per cent of one another, and DeepGEMM takes a quarter more."""
+    """Where two kernels are within some per cent of one another, the times on record say which may serve."""
     q, weights = torch.zeros(rows, 64, 128).to(torch.float8_e4m3fn), torch.zeros(rows, 64)
     keys, ones = torch.zeros(2, 64, 132, dtype=torch.uint8), torch.ones(1, dtype=torch.int32)
     starts, table = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)

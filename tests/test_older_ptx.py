@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from machines import H200, PROFILES
 
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import profile_of
+from mla_portable.capability.run import read_run
+from mla_portable.cli.recording import recorder
+from mla_portable.conformance import CaseResult, run_suite
+from mla_portable.contracts import Primitive
 from mla_portable.dispatch import current_registry
 from mla_portable.registry import Registry
 
@@ -107,6 +112,33 @@ def test_only_what_is_compiled_here_can_run_so(monkeypatch: pytest.MonkeyPatch) 
     assert run_older_ptx.libraries_of("triton", PROFILES["a100-80g"], registry) == []
     assert run_older_ptx.libraries_of("nvidia.native_sm80", PROFILES["l40s"], registry) == []
     assert "nvidia.flashmla / sparse_decode" in run_older_ptx.libraries_of("nvidia", PROFILES["h100"], registry)
+
+
+def test_an_interrupted_run_keeps_the_cases_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    import run_older_ptx
+
+    registry = Registry(plugins=[("reference", "mla_portable.reference")], environ={}, probe=False)
+    results: list[CaseResult] = []
+
+    def interrupted(loaded: Path) -> None:
+        file = recorder(tmp_path / "run.json.gz", registry, torch.device("cpu"), target="sm80")
+        with run_older_ptx.kept(file, "smoke", loaded) as kept:
+            report = run_suite(
+                registry, "reference", device="cpu", level="smoke", primitives=[Primitive.named("merge_states")],
+                progress=lambda done, total, each: kept.append(each),
+            )  # fmt: skip
+            results.extend(report.results)
+            raise KeyboardInterrupt
+
+    (tmp_path / "none").touch()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path / "none")
+    assert not (tmp_path / "run.json.gz").exists(), "no kernel was loaded, so nothing of sm80 ran"
+    (tmp_path / "loaded").write_text("1 double\n")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path / "loaded")
+    assert len(read_run(tmp_path / "run.json.gz").cases) == len(results) / 2 > 0
 
 
 def test_times_are_of_a_device_that_no_profile_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from machines import PROFILES
 
+import mla_portable
 from mla_portable.capability import history, run
 from mla_portable.capability.check import check_run
 from mla_portable.capability.model import RecordError
@@ -250,7 +251,7 @@ REGISTRY = Registry(plugins=[("reference", "mla_portable.reference")], environ={
 def test_a_recorder_refuses_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.json.gz"
     first = recording.recorder(path, REGISTRY, CPU, who="Some Body").add(level="quick", cases=[CASE])
-    assert (first.who, first.release, first.device["arch"]) == ("some_body", "0.1.0", "cpu")
+    assert (first.who, first.release, first.device["arch"]) == ("some_body", mla_portable.__version__, "cpu")
     with pytest.raises(RecordError, match=r"run\.json\.gz: holds results of who some_body"):
         recording.recorder(path, REGISTRY, CPU, who="other")
     (tmp_path / "file").touch()

@@ -87,8 +87,8 @@ def test_scores_of_the_indexer_spill_no_more_than_is_known(arch: str, records: l
 def test_a_kernel_that_does_not_fit_is_reported(tmp_path: Path) -> None:
     script = """
 import sys
-from mla_portable_triton import aot, compile_all
-aot.SHARED_MEMORY["sm80"] = 100
+from mla_portable_triton import compile_all
+compile_all.SHARED_MEMORY["sm80"] = 100
 sys.exit(compile_all.main(["sm80", "--kernel", "convert_indices"]))
 """
     run = python("-c", script, cache=tmp_path)
@@ -195,6 +195,30 @@ ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
 for arch, native in (("gfx950", True), ("sm80", False)):
     assert not any(each.constexprs["E4M3_NATIVE"] for each in cache_write.aot_variants(arch, e4m3_native=native))
+"""
+    run = python("-c", script, cache=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+def test_convert_indices_lets_the_next_kernel_start_where_the_architecture_can(tmp_path: Path) -> None:
+    """Before it reads anything: who starts by that waits for its end."""
+    script = """
+import triton
+from mla_portable_triton import aot
+from mla_portable_triton.kernels import convert_indices
+
+compile = triton.compile
+def kept(*arguments, **named):
+    compiled.append(compile(*arguments, **named))
+    return compiled[-1]
+triton.compile, compiled = kept, []
+for arch in ("sm80", "sm90", "sm120"):
+    aot.compile_variant(convert_indices.aot_variants(arch)[0], arch)
+for each, lets in zip(compiled, (False, True, True), strict=True):
+    before, *behind = each.asm["ptx"].split("griddepcontrol.launch_dependents")
+    assert len(behind) == lets and "griddepcontrol.wait" not in each.asm["ptx"]
+    assert not lets or "ld.global" not in before
+assert not convert_indices.lets_next_start("gfx942")
 """
     run = python("-c", script, cache=tmp_path)
     assert run.returncode == 0, run.stderr

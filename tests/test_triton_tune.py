@@ -24,10 +24,10 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.tuned import TunedEntry, read_table, write_table
 from mla_portable_triton import NAME, bind_attention
-from mla_portable_triton.aot import SHARED_MEMORY
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config, shared_memory
 from mla_portable_triton.attention_tuning import bound_config, configurations
 from mla_portable_triton.kernels import merge_states, sparse_attention
+from mla_portable_triton.tile_rows import SHARED_MEMORY
 
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 LAYOUTS = ("bf16", "fp8_ds_mla")

@@ -36,7 +36,11 @@ def facts(device: torch.device) -> DeviceFacts:
     if device.type == "cpu":
         return DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
     major, minor = torch.cuda.get_device_capability(device)
-    name = torch.cuda.get_device_name(device)
+    properties = torch.cuda.get_device_properties(device)
     return DeviceFacts(
-        vendor="nvidia", name=name, arch=f"sm{major}{minor}", shared_memory=1 << 16, has_fp8_conversion=(major, minor) >= (8, 9)
+        vendor="nvidia",
+        name=properties.name,
+        arch=f"sm{major}{minor}",
+        shared_memory=properties.shared_memory_per_block_optin,
+        has_fp8_conversion=(major, minor) >= (8, 9),
     )

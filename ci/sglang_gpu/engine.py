@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's offline engine on a small DeepSeek-V3.2 model: greedy tokens with log-probabilities, and tokens a second.
+"""SGLang's offline engine on a small DeepSeek-V3.2 model: greedy tokens with log-probabilities (a `Run`
+of ci/vllm_gpu/judge.py), and tokens a second.
 
     engine.py MODE CACHE        MODE is that of MLA_PORTABLE_SGLANG, CACHE of --kv-cache-dtype
 
@@ -19,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_gpu"))
 from process import trying
 
 HEADS = 16
-LENGTHS = (17, 300, 2500, 5000)
-NEW = 48
+LENGTHS = (17, 300, 1000, 1900, 2500, 3500, 5000, 6000)
+NEW, LIKELIEST = 48, 20
 
 
 def main() -> None:
@@ -57,10 +58,16 @@ def main() -> None:
             log_level="info",
         )
         try:
-            answers = engine.generate(input_ids=inputs, sampling_params=greedy, return_logprob=True)
-            found["tokens"] = [answer["output_ids"] for answer in answers]
-            found["logprobs"] = [
-                [round(each[0], 4) for each in answer["meta_info"]["output_token_logprobs"]] for answer in answers
+            answers = engine.generate(input_ids=inputs, sampling_params=greedy, return_logprob=True, top_logprobs_num=LIKELIEST)
+            found["run"] = [
+                {
+                    "length": len(prompt),
+                    "tokens": answer["output_ids"],
+                    "logprobs": [
+                        {str(token): round(log, 5) for log, token, _ in at} for at in answer["meta_info"]["output_top_logprobs"]
+                    ],
+                }
+                for prompt, answer in zip(inputs, answers, strict=True)
             ]
             engine.generate(input_ids=many, sampling_params=greedy)
             begin = time.monotonic()

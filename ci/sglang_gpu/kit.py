@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_gpu"))
 
+from judge import compare
 from run_logged import run_logged
 
 HERE = Path(__file__).parent
@@ -57,10 +59,9 @@ JOBS = (
     Job("variants.py", "sm80", "auto", slots=False),
     Job("variants.py", "sm89", "auto", slots=False),
 )
+CACHES = ("fp8_e4m3", "bfloat16")
 ENGINES = tuple(
-    Job("engine.py", mode=mode, arguments=(mode, cache), alone=True, seconds=140)
-    for cache in ("fp8_e4m3", "bfloat16")
-    for mode in ("off", "on")
+    Job("engine.py", mode=mode, arguments=(mode, cache), alone=True, seconds=240) for cache in CACHES for mode in ("off", "on")
 )
 
 
@@ -92,7 +93,7 @@ def told(job: Job, out: Path) -> list[dict[str, Any]]:
 
 def words(found: dict[str, Any]) -> str:
     """What a line of the report says behind its name."""
-    left_out = {"name", "arch", "passed"}
+    left_out = {"name", "arch", "passed", "run"}
     return "  ".join(
         f"{key} {value:.2g}"
         if isinstance(value, float) and key.startswith(("from", "stock_from"))
@@ -100,6 +101,19 @@ def words(found: dict[str, Any]) -> str:
         for key, value in found.items()
         if key not in left_out
     )
+
+
+def judge(caches: Iterable[str], lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
+    """A line for each cache: the plugin's engine beside stock's, as vLLM's engines are judged."""
+    found = {line["name"]: line for line in lines}
+    for cache in caches:
+        stock, ours = (found.get(f"engine {mode} {cache}", {}) for mode in ("off", "on"))
+        if "run" not in stock or "run" not in ours:
+            yield False, f"engine {cache}: {'stock' if 'run' not in stock else 'the plugin'} gave no tokens"
+            continue
+        compared = compare(stock["run"], ours["run"])
+        speeds = f"{stock.get('tokens_per_second')} tokens/s stock, {ours.get('tokens_per_second')} with the plugin"
+        yield compared.is_close, f"engine {cache}: {compared}; {speeds}"
 
 
 def main() -> int:
@@ -136,9 +150,8 @@ def main() -> int:
             not_run += "not_run" in each
             lines.append(f"{word} {each['name']:58} {words(each)}")
     if args.engine:
-        from tokens import judge_engines
-
-        for passed, line in judge_engines({job.name: told(job, out) for job in jobs}):
+        caches = [cache for cache in CACHES if any(cache in job.arguments for job in jobs)]
+        for passed, line in judge(caches, (each for job in jobs for each in told(job, out))):
             failed += not passed
             lines.append(f"{'ok  ' if passed else 'FAIL'} {line}")
     lines.append(f"{failed} failed, {not_run} not run")

@@ -78,7 +78,8 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, registry: LayerRegist
     """Bind the parts of a route, each for the request that was decided on, with the promises that a layer can make.
 
     Slots of the cache come from convert_indices, which makes every slot outside of the cache -1. Rows of a workspace may lie
-    past its end, so for them nothing is promised.
+    past its end, so for them nothing is promised. Decode tokens come first, so the kernel in front of sparse_decode is that of
+    convert_indices.
 
     A token early in its sequence has fewer than K keys. Implementations that accept `lengths` skip the missing keys, with the
     counts of compacted indices as lengths. A sparse_decode whose schedule assumes K keys in every row is not given any.
@@ -104,7 +105,8 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, registry: LayerRegist
         takes = compacts and skips_missing_keys(registry.chosen(part.decision))
         return request.but(lengths=True, clean_lengths=True) if takes else request
 
-    decode_requests = [requested(part, SPARSE_DECODE) for part in decoding]
+    in_order = converter is not None and converter.support.ends_in_order
+    decode_requests = [requested(part, SPARSE_DECODE).but(follows_in_order=in_order) for part in decoding]
     gathered_request = requested(gathered, SPARSE_PREFILL, clean=False) if gathered else None
     in_place_request = requested(in_place, SPARSE_PREFILL) if in_place else None
     attention = (*decode_requests, gathered_request, in_place_request)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -64,10 +64,10 @@ def _figures(timing: Timing | None) -> dict[str, Any]:
     return {**times, "runs": timing.n, "clock": timing.clock, "cold_l2": timing.cold_l2}
 
 
-def times_of(report: KernelReport) -> list[Time]:
+def times_of(cases: Iterable[CaseTimes]) -> list[Time]:
     """The times of implementations, each beside the fastest baseline of its case."""
     found: list[Time] = []
-    for times in report.cases:
+    for times in cases:
         case = times.case
         timed = [each for each in times.times if each.implementation is None and each.median_us is not None]
         fastest = min(timed, key=lambda each: each.median_us or math.inf, default=None)

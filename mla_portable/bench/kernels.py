@@ -115,12 +115,14 @@ def time_kernels(
     check_rows: int = 4,
     seed: int = 0,
     progress: Progress | None = None,
+    after: Callable[[CaseTimes], None] | None = None,
 ) -> KernelReport:
     """Run the cases one after the other; they share caches, so that a sweep costs little beside its kernels.
 
     Args:
         backends: only these backends or implementations; empty means all that can. baselines: beside them.
-        repeat: timed runs of each candidate. check_rows: attention rows that the oracle judges.
+        repeat: timed runs of each candidate. check_rows: attention rows that the oracle judges. after: called with each case
+            that was timed.
     Raises: errors that leave the device unusable. Any other failure of a candidate is noted beside its name.
     """
     facts = registry.facts(device)
@@ -139,6 +141,8 @@ def time_kernels(
             bound = ceilings.bound_us(problem.bytes_moved, problem.flops)
             refusals = (*refused, *refused_baselines)
             found.append(CaseTimes(case, bound, problem.bytes_moved, problem.flops, times, refusals))
+            if after is not None:
+                after(found[-1])
     return KernelReport(facts, machine, ceilings, tuple(found))
 
 

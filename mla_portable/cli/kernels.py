@@ -147,22 +147,26 @@ def kernels(
         brought = registry.baselines() if baselines else Brought(())
         for name, why in brought.failures:
             output.note(f"no baselines from the plugin {name}: {why}")
+        timed: list[CaseTimes] = []
         with output.progress() as advance:
-            report = time_kernels(
-                cases,
-                device=where,
-                registry=registry,
-                baselines=brought.found,
-                backends=backends,
-                repeat=repeat,
-                check_rows=check_rows,
-                seed=seed,
-                progress=advance,
-            )
-        times = times_of(report)
-        if file is not None:
-            file.add(times=times)
-            output.note(f"{len(times)} times added to {out}")
+            try:
+                report = time_kernels(
+                    cases,
+                    device=where,
+                    registry=registry,
+                    baselines=brought.found,
+                    backends=backends,
+                    repeat=repeat,
+                    check_rows=check_rows,
+                    seed=seed,
+                    progress=advance,
+                    after=timed.append,
+                )
+            finally:  # what was timed is kept, whatever ended the rest
+                times = times_of(timed)
+                if file is not None and times:
+                    file.add(times=times)
+                    output.note(f"{len(times)} times added to {out}")
         if plot is not None:
             from mla_portable.bench.plot import picture_of
 

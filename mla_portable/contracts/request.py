@@ -49,6 +49,10 @@ class Request(Generic[F]):
         finite_values: a promise about `k` and `v`: no row of them holds NaN or infinity, those of no request and of other
             requests included. What needs it (`Support.needs_finite_values`) multiplies rows behind a request's end by 0, and
             runs under this promise alone. Where it is broken, results of neighbouring requests become NaN.
+        follows_in_order: a promise about the stream: the kernel in front of each call ends after all that is before it in the
+            stream, as one that is launched normally does (`Support.ends_in_order`). A kernel that waits for it may then start
+            before its end (CUDA's programmatic dependent launch). Where the promise is broken, a call may read what is not
+            written yet, or overwrite what is still read.
         batch_invariant: a row's result may not depend, in a single bit, on the other rows: the bound implementation computes it
             in the same way for every `rows`, and a schedule cuts every batch in the same way (`PlannerConfig.batch_invariant`).
         graph: the call is going to be captured in a CUDA graph.
@@ -83,6 +87,7 @@ class Request(Generic[F]):
     clean_indices: bool = False
     clean_lengths: bool = False
     finite_values: bool = False
+    follows_in_order: bool = False
     batch_invariant: bool = False
     graph: bool = False
     configuration: tuple[tuple[str, int], ...] | None = None

@@ -78,6 +78,8 @@ class Support:
         lse, attn_sink, lengths, compact, prefill_workspace, selection, context_parallel, batch_invariant, graph: features that
             are there. extra_cache: a second cache with its own indices (`extra_kv_cache`). nope: queries without a rotary part
             over rows that have one. What does not declare these two is never called with them.
+        ends_in_order: the last kernel of a call ends after all that is before it in the stream, whatever the input: it is
+            launched normally, or starts early and waits for a kernel of which this holds.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
         workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
@@ -112,6 +114,7 @@ class Support:
     context_parallel: bool = False
     batch_invariant: bool = False
     graph: bool = True
+    ends_in_order: bool = False
     probes_graph: bool = False
     min_shared_memory: int = 0
     needs_bf16: bool = True

@@ -11,7 +11,7 @@ slot is block * block_size + offset.
 - lse is the natural logarithm of the sum over valid entries of exp(softmax_scale * q.k), without the sink. A row with
   no valid entry has out = 0 and lse = -inf. `attn_sink` [H] float32 multiplies out by exp(lse) / (exp(lse) + exp(sink)).
 - Whoever is bound for a Request may leave out an lse that it does not ask for, and take its promises (`clean_indices`,
-  `clean_lengths`) at their word. The public functions ask for the lse and promise nothing.
+  `clean_lengths`, `follows_in_order`) at their word. The public functions ask for the lse and promise nothing.
 - The indexer's scores: what a token does not see has the score -inf, which a top-k never chooses.
 - NaN in rows that no index names never reaches an output.
 - Addresses are 64-bit. Any block size, any stride between blocks, any K.

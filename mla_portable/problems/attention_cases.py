@@ -357,7 +357,8 @@ def attention_variants(request: Request, support: Support) -> Iterator[tuple[str
         yield "second cache", plain.but(**second, lengths=support.lengths, extra_lengths=support.lengths)
     if support.nope and _has_idle_rope(request.kv_layout or BF16.name):
         yield "nope", plain.but(nope=True)
-    yield "promises", request.but(lengths=support.lengths, clean_indices=True, clean_lengths=support.lengths)
+    promised = request.but(lengths=support.lengths, clean_indices=True, clean_lengths=support.lengths)
+    yield "promises", promised.but(follows_in_order=request.primitive is SPARSE_DECODE)
 
 
 def attention_of_request(request: Request, name: str) -> AttentionParams:

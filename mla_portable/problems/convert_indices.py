@@ -361,5 +361,5 @@ PROBLEMS: Final = Problems(
     sizes=("topk", "block_size"),
     variants=_variants,
     rows=_PROBED_TOKENS,
-    bench=Bench(rows=(16, 128, 1_024, 4_096), make=_make, shape=lambda case: f"T {case.rows}, K {case.topk}"),
+    bench=Bench(rows=(16, 128, 1_024, 4_096), heads=(), make=_make, shape=lambda case: f"T {case.rows}, K {case.topk}"),
 )

@@ -13,6 +13,15 @@ static bool __all_sync(unsigned, bool value) {
 }
 static unsigned __cvta_generic_to_shared(const void* p) { return (unsigned)((const char*)p - memory.data()); }
 
+template <unsigned ORDER>
+static unsigned permute(unsigned x) {
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned digit = ORDER >> 4 * i & 15, byte = x >> (digit & 7) * 8 & 255;
+        result |= (digit & 8 ? (byte >> 7) * 255 : byte) << 8 * i;
+    }
+    return result;
+}
 static unsigned fma_bf162(unsigned a, unsigned b, unsigned c) {
     auto one = [](unsigned a, unsigned b, unsigned c) { return bf16(of_bf16(a & 0xffff) * of_bf16(b & 0xffff) + of_bf16(c & 0xffff)); };
     return one(a, b, c) | one(a >> 16, b >> 16, c >> 16) << 16;

@@ -147,6 +147,7 @@ class Model:
         letters = re.sub(r"(\d+)(\w)", lambda each: each[2] * int(each[1]), self.fields).replace(" ", "")
         assert letters == "".join(letter for _, letter in parameters(build.kernel))
         self.launches: list[SimpleNamespace] = []
+        self.started_early: list[bool] = []
         self.prepared = 0
         self.asked: list[int] = []
 
@@ -154,8 +155,9 @@ class Model:
         self.asked.append(size)
         return 132 * self.build.blocks_per_sm // size
 
-    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Callable[..., None]:
+    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any, starts_early: bool = False) -> Callable[..., None]:
         self.prepared += 1
+        self.started_early.append(starts_early)
         return lambda *changing: self.run(grid, cluster, *changing, *fixed)
 
     def run(self, grid: tuple[int, int], cluster: int, *arguments: Any) -> None:

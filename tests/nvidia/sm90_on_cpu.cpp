@@ -112,6 +112,16 @@ static void stmatrix4(u32 to, const u32 (&r)[4]) {
     for (int m = 0; m < 4; ++m) std::memcpy(shared_of(block()) + rows[m] + c * 4, &r[m], 4);
 }
 
+// ---- the kernel in front, which ends when all threads of a cluster wait for it
+static void (*ended_in_front)();
+static Barrier waiting;
+static void wait_for_kernel_in_front() {
+    const int before = waiting.phase;
+    if (waiting.arrived + 1 == count_of_threads && ended_in_front) ended_in_front(), ended_in_front = nullptr;
+    waiting.arrive(count_of_threads);
+    waiting.wait(before);
+}
+
 // ---- clusters
 static u32 cluster;
 static int cluster_blocks, clusters_of_launch;
@@ -206,13 +216,14 @@ static void run() {
 }
 
 // Clusters one after another, whose blocks run together; stride: see cuda_on_cpu.h.
-extern "C" void launch(const char* arguments, int clusters, int blocks, int shared, int stride) {
+extern "C" void launch(const char* arguments, int clusters, int blocks, int shared, int stride, void (*in_front)()) {
+    ended_in_front = in_front;
     packed = arguments;
     readable = nullptr, readable_end = (const char*)~0ull;
     cluster_blocks = blocks, clusters_of_launch = clusters;
     operands.resize(blocks * THREADS), of_mma.resize(blocks * THREADS);
     for (cluster = 0; cluster < (u32)clusters; ++cluster) {
-        phases.clear(), named.clear();
+        phases.clear(), named.clear(), waiting = {};
         run_blocks(blocks, THREADS, (shared + 1023) / 1024 * 1024, stride, run);
     }
 }

@@ -86,6 +86,14 @@ def kernel(changing="P i", fixed="q", device=0):
     return driver.Kernel(SimpleNamespace(), None, "name", changing, fixed, threads=256, shared=4096, device=device)
 
 
+def test_an_early_start_is_an_attribute_beside_the_clusters(install):
+    library = install(Driver())
+    for cluster, starts_early in ((1, True), (4, True), (4, False)):
+        kernel().prepare((6, cluster), cluster, -1, starts_early=starts_early)(77, 5)
+    said = [[(each.id, list(each.value)) for each in c.attributes[: c.num_attributes]] for _, _, c in library.launched]
+    assert said == [[(6, [1, 0, 0])], [(4, [1, 4, 1]), (6, [1, 0, 0])], [(4, [1, 4, 1])]]
+
+
 def on_a_thread(work):
     """What `work` raised on a thread of its own, None where it ran."""
     raised = []

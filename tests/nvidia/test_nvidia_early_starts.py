@@ -6,17 +6,24 @@ The rule is stated at `prepared_passes.can_wait`. NVRTC comes with requirements-
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
 import pytest
 import torch
+import torch_reference as reference
 import triton
 from compiled_passes import compile_passes
 from fa3_standins import installed as installed_fa3
 from flashmla_standins import installed
+from kept_images import kept_image
 from simulated_gpu import FACTS, registry
+from sm90_model import EmulatedSm90
+from source_on_cpu import COMPILER
+from test_nvidia_native import SCALE, cache, problem
 from torch_passes import TorchBoundary
 
 from mla_portable.contracts import Request
@@ -27,7 +34,11 @@ from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.compile_all import cuobjdump
 from mla_portable_nvidia.flash_attention3 import bind_fa3_decode, bind_fa3_prefill, fa3_implementations
 from mla_portable_nvidia.flat_decode import flat_implementations
+from mla_portable_nvidia.native.bind import ARCHS
+from mla_portable_nvidia.native.build import compile_build
+from mla_portable_nvidia.native.choice import BUILDS, LARGE, MANY, SMALL
 from mla_portable_nvidia.native.nvrtc import compile_cubin
+from mla_portable_nvidia.native.sparse_decode import Tensors, prepare
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS
 from mla_portable_nvidia.row_parts import RowParts
 
@@ -91,6 +102,74 @@ def test_a_source_that_breaks_the_rule_is_found(correct, broken, fault):
     assert correct in SOURCE
     found = topk_faults(FEW_ROWS, SOURCE.replace(correct, broken))
     assert found and all(re.search(fault, each) for each in found)
+
+
+ATTENTION = [replace(build, lists=lists) for of_rows in BUILDS.values() for build in of_rows for lists in (1, 2)]
+
+
+@pytest.mark.parametrize("build", ATTENTION, ids=lambda build: build.label)
+def test_attention_touches_no_memory_before_it_waits_and_reads_nothing_as_constant(build):
+    code = disassembled(kept_image(build, ARCHS["sm90"]))
+    assert faults(code) == []
+    assert "PREEXIT" not in code, "it lets nothing start early"
+
+
+IN_FRONT = "wait_for_kernel_in_front();\n\n"
+
+
+@pytest.mark.parametrize(
+    ("build", "correct", "broken", "fault"),
+    [
+        (MANY, IN_FRONT, "", "waits 0 times"),
+        (LARGE, IN_FRONT, f"if (warp == 0) {IN_FRONT}", "before the wait|passes by the wait|not in all threads"),
+        (SMALL, IN_FRONT, f"const int early = *indices; {IN_FRONT} if (early == 77) return;", "before the wait"),
+        (SMALL, IN_FRONT, f"if (lengths && *lengths < 0) lse_out[0] = 0.f; {IN_FRONT}", "before the wait"),
+        (SMALL, "const u16* q,", "const u16* __restrict__ q,", "as if it were constant"),
+    ],
+    ids=["no wait", "one warp", "indices", "a store", "q"],
+)
+def test_a_source_of_attention_that_breaks_the_rule_is_found(build, correct, broken, fault):
+    def changed(source, *arguments):
+        assert source.count(correct) == 1
+        return compile_cubin(source.replace(correct, broken), *arguments)
+
+    found = faults(disassembled(compile_build(build, ARCHS["sm90"], changed)))
+    assert found and all(re.search(fault, each) for each in found)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("build", [SMALL, LARGE, MANY], ids=lambda build: build.label)
+def test_attention_starts_before_its_inputs_are_written(build):
+    """They are once every thread waits for the kernel in front, which still reads what attention then writes."""
+    torch.manual_seed(0)
+    rows, heads = 2, build.heads - 3
+    kv, (q, indices) = cache(5, 16), problem(rows, 1, heads, 150, 80)
+    extra_kv, (_, extra_indices) = cache(3, 16), problem(rows, 1, 1, 40, 40)
+    lengths, extra_lengths = (torch.tensor(each, dtype=torch.int32).view(rows, 1) for each in ((140, 20), (40, 7)))
+    inputs = (q, kv, indices, lengths, torch.randn(heads), extra_kv, extra_indices, extra_lengths)
+    written = [each.clone() for each in inputs]
+    for each in inputs:
+        each.view(torch.uint8).fill_(0x7F)  # codes and queries that are NaN, slots and lengths far out of range
+    out, lse = torch.full((rows, 1, heads, 512), 3.0).bfloat16(), torch.full((rows, 1, heads), 3.0)
+    ended = []
+
+    def in_front():
+        assert (out == 3).all() and (lse == 3).all()
+        for each, value in zip(inputs, written, strict=True):
+            each.copy_(value)
+        ended.append(True)
+
+    build = replace(build, lists=2)
+    tensors = Tensors(q, kv, indices, out, lse, lengths, extra_kv, extra_indices, extra_lengths)
+    launch = prepare(EmulatedSm90(0, build, in_front), build, tensors, cluster=2, starts_early=True)
+    launch(*[each.data_ptr() for each in (out, lse, *inputs)], SCALE * math.log2(math.e))
+    assert ended == [True]
+    options = dict(zip(("extra_kv_cache", "extra_indices", "extra_lengths"), inputs[5:], strict=True))
+    wanted, wanted_lse = reference.sparse_decode(
+        q, kv, indices, softmax_scale=SCALE, lengths=lengths, attn_sink=inputs[4], **options
+    )  # fmt: skip
+    torch.testing.assert_close(out.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=2e-3)
 
 
 def test_tritons_passes_read_nothing_before_they_wait_and_nothing_as_constant(tmp_path):

@@ -106,6 +106,15 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
     assert len(launches(models)) == 4
 
 
+@EACH
+@pytest.mark.parametrize("follows_in_order", [False, True])
+def test_a_launch_starts_early_where_what_is_in_front_ends_in_order(models, layout, follows_in_order):
+    kv, (q, indices) = cache(7, 16, layout=layout), problem(2, 1, 16, 64, 7 * 16, LAYOUTS[layout].key_width)
+    decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, follows_in_order=follows_in_order))
+    decode(q, kv, indices, softmax_scale=SCALE)
+    assert [early for model in models.values() for early in model.started_early] == [follows_in_order]
+
+
 def check_second_cache(models, request, binding, rows, *, planned=False):
     """A decode and a prefill, with one list and with two, of rows of a layout or of FP8 rows without their rope."""
     layout = layout_name(rows)

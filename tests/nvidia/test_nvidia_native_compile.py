@@ -196,8 +196,8 @@ def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys, mo
     compiled = {(line["kernel"], line["arch"]) for line in made}
     assert {(kernel, arch) for names, archs in kernels.values() for kernel in names for arch in archs} == compiled
     # masked_prefill: the stack of rows that are computed again (test_nvidia_prompts); indexer_logits_prefill: two words between
-    # runs of tokens (test_nvidia_indexer_logits)
-    most = {"masked_prefill": 200, "indexer_logits_prefill": 8}
+    # runs of tokens (test_nvidia_indexer_logits); sparse_decode_sm80: two words around the loop (test_nvidia_native_sm80)
+    most = {"masked_prefill": 200, "indexer_logits_prefill": 8, "sparse_decode_sm80": 8}
     assert not [line for line in made if line["spilled"] > most.get(line["kernel"], 0)]
     assert {line["versions"]["nvrtc"] for line in made} == {"13.0"}
 

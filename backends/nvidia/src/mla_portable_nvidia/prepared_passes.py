@@ -111,7 +111,8 @@ def can_wait(tensor: Tensor) -> bool:
     - waits itself, in at least one thread of its grid whatever the input, and starts early by this rule.
 
     A kernel of which all threads may return without a wait may end while the one before it still writes. FlashMLA's combine is
-    such a kernel where no row is split. Who launches the kernel in front knows what it is, and decides.
+    such a kernel where no row is split. Who launches the kernel in front knows what it is, and decides: between primitives by
+    `Support.ends_in_order` of the first and `Request.follows_in_order` of the second.
 
     The early kernel waits in all threads, before any access to global memory: loads, because the data may not be written yet,
     and stores, because the kernel in front may still read. After the wait it uses plain loads. What the kernel in front writes

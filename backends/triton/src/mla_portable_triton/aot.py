@@ -31,19 +31,6 @@ TARGETS: Final[dict[str, tuple[str, int | str, int]]] = {
 }
 """DeviceFacts.arch -> what Triton compiles for: the arguments of its GPUTarget."""
 
-SHARED_MEMORY: Final[dict[str, int]] = {
-    "sm80": 163 << 10,
-    "sm86": 99 << 10,
-    "sm89": 99 << 10,
-    "sm90": 227 << 10,
-    "sm100": 227 << 10,
-    "sm120": 99 << 10,
-    "gfx942": 64 << 10,
-    "gfx950": 160 << 10,
-    "gfx1100": 64 << 10,
-}
-"""DeviceFacts.arch -> bytes one thread block may use. Sources: CUDA C++ Programming Guide, table "Technical
-Specifications per Compute Capability"; AMD CDNA3, CDNA4 and RDNA3 instruction set guides (LDS)."""
 TENSOR_MEMORY: Final = 512
 """Columns of tensor memory of an sm100 multiprocessor; a kernel that needs more compiles to a trap."""
 

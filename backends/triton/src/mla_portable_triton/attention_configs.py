@@ -48,6 +48,7 @@ _BF16_16 = AttentionConfig(block_h=16, block_n=64, num_warps=4, num_stages=2)
 _BF16_32 = AttentionConfig(block_h=32, block_n=32, num_warps=4, num_stages=3)
 _BF16_64 = AttentionConfig(block_h=64, block_n=64, num_warps=8, num_stages=2)
 _BF16_16_SMALL = AttentionConfig(block_h=16, block_n=32, num_warps=4, num_stages=2)
+_BF16_16_ALONE = AttentionConfig(block_h=16, block_n=64, num_warps=8, num_stages=2)  # 99 KiB do not hold two programs of 55 KiB
 _BF16_32_SMALL = AttentionConfig(block_h=32, block_n=32, num_warps=4, num_stages=2)
 _SMALL = AttentionConfig(block_h=16, block_n=16, num_warps=4, num_stages=1)
 _CDNA_16 = AttentionConfig(block_h=16, block_n=16, num_warps=4, num_stages=2)
@@ -71,7 +72,7 @@ def _layouts(fp8: Rows, bf16: Rows, v4: Rows | None = None) -> Mapping[str, Rows
 
 _99_KIB: Final = _layouts(
     ((16, _FP8_16_SMALL), (32, _FP8_32_SMALL)),
-    ((16, _BF16_16_SMALL), (32, _BF16_32_SMALL)),
+    ((16, _BF16_16_ALONE), (32, _BF16_32_SMALL)),
     ((16, _FP8_16_SMALL), (32, _V4_32_SMALL)),
 )
 _INTERPRETED: Rows = ((16, _INTERPRETED_16), (64, _INTERPRETED_64))

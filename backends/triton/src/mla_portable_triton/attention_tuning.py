@@ -17,6 +17,7 @@ from mla_portable.contracts import DeviceFacts, InvalidArgument, Request
 from mla_portable.layouts import BF16
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config, shared_memory
 from mla_portable_triton.support import NAME
+from mla_portable_triton.tile_rows import tile_arch
 
 _MOST: Final = 24
 """Configurations to try: sparse_decode compiles each twice, whole and split, for every head count and layout."""
@@ -32,7 +33,7 @@ _NAMES: Final = tuple(field.name for field in fields(AttentionConfig))
 
 def configurations(request: Request) -> list[dict[str, int]]:
     """What is worth a try for a request, at most 24, what ships first: tall tiles before flat ones, then those like it."""
-    shipped = attention_config(request.device.arch, request.kv_layout, request.num_heads)
+    shipped = attention_config(tile_arch(request.device), request.kv_layout, request.num_heads)
     layout, device = request.kv_layout or BF16.name, request.device
     fitting = [config for config in _grid(device, layout, request.num_heads or 1) if _fits(config, layout, device)]
     fitting.sort(key=lambda config: (-config.block_h, _distance(config, shipped)))
@@ -45,7 +46,7 @@ def bound_config(request: Request) -> AttentionConfig:
     Raises: InvalidArgument for a configuration that is none of this kernel, or does not fit the device.
     """
     if request.configuration is None:
-        return attention_config(request.device.arch, request.kv_layout, request.num_heads)
+        return attention_config(tile_arch(request.device), request.kv_layout, request.num_heads)
     configuration = dict(request.configuration)
     if set(configuration) != set(_NAMES):
         raise _refused(request, configuration, f"the names {', '.join(_NAMES)}")
@@ -64,8 +65,8 @@ def bound_config(request: Request) -> AttentionConfig:
 
 def _grid(device: DeviceFacts, kv_layout: str, num_heads: int) -> list[AttentionConfig]:
     """Every cut that could be good: no taller than the heads, nor than the tallest that ships for a known architecture."""
-    known = device.arch in CONFIGS
-    tallest = CONFIGS[device.arch][kv_layout][-1][1].block_h if known else _TALLEST
+    arch = tile_arch(device)
+    tallest = CONFIGS[arch][kv_layout][-1][1].block_h if arch in CONFIGS and arch != "default" else _TALLEST
     heights = [height for height in (16, 32, 64) if height <= tallest and (height == 16 or height < 2 * num_heads)]
     if device.device_type == "cpu":  # the interpreter knows neither warps nor stages
         return [AttentionConfig(height, width, 1, 1) for height, width in itertools.product(heights, (64, 128, 256))]

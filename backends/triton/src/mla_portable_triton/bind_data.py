@@ -48,6 +48,7 @@ def bind_convert_indices(request: Request) -> ConvertIndices:
     from mla_portable_triton.kernels import convert_indices as kernel
 
     config = kernel.config_for(kernel.CONFIGS, request.device.arch)
+    lets_next_start = kernel.lets_next_start(request.device.arch)
 
     def convert_indices(
         topk_indices: Tensor,
@@ -83,6 +84,7 @@ def bind_convert_indices(request: Request) -> ConvertIndices:
             compact=compact,
             share=WHOLE if dcp_size == 1 else ContextShare(dcp_size, dcp_rank, interleave),
             config=config,
+            lets_next_start=lets_next_start,
         )
         return indices, counts
 

@@ -23,6 +23,7 @@ from mla_portable.primitives import (
     bind_part,
 )
 from mla_portable_triton.support import interpreter_is_on
+from mla_portable_triton.tile_rows import tile_arch
 
 if TYPE_CHECKING:
     from mla_portable_triton.kernels.index_keys import Numbers
@@ -36,7 +37,7 @@ def _numbers(request: Request[Any]) -> Numbers:
     form = form_of(quantized, device.arch, device.has_fp8_conversion, request.num_heads or 1)
     if quantized and not hardware:
         form = FP8_DECODED
-    return Numbers(form, hardware, device.arch, device.num_sms)
+    return Numbers(form, hardware, tile_arch(device), device.num_sms)
 
 
 def bind_indexer_cache_write(request: Request[IndexerCacheWrite]) -> IndexerCacheWrite:

@@ -9,6 +9,7 @@ from torch import Tensor
 from mla_portable.contracts import Request, head_results
 from mla_portable.primitives import ConcatMlaK, MaskedPrefill, PackSelection
 from mla_portable_triton.support import interpreter_is_on
+from mla_portable_triton.tile_rows import tile_arch
 
 
 def bind_pack_selection(request: Request[PackSelection]) -> PackSelection:
@@ -46,7 +47,7 @@ def bind_masked_prefill(request: Request[MaskedPrefill]) -> MaskedPrefill:
     """masked_prefill for up to 128 heads; graph-safe with `out` and `lse_out`."""
     from mla_portable_triton.kernels import masked_prefill as kernel
 
-    arch, bf16_native = request.device.arch, not interpreter_is_on()
+    arch, bf16_native = tile_arch(request.device), not interpreter_is_on()
 
     def masked_prefill(
         q: Tensor,

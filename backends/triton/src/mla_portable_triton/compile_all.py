@@ -22,7 +22,8 @@ from types import ModuleType
 from typing import Any, Final
 
 from mla_portable_triton import kernels
-from mla_portable_triton.aot import SHARED_MEMORY, TARGETS, TENSOR_MEMORY, AotVariant, compile_variant
+from mla_portable_triton.aot import TARGETS, TENSOR_MEMORY, AotVariant, compile_variant
+from mla_portable_triton.tile_rows import SHARED_MEMORY
 
 E4M3_NATIVE_ARCHS: Final = ("sm89", "sm90", "sm100", "sm120", "gfx950")
 """Where DeviceFacts.has_fp8_conversion is true, so that kernels run with E4M3_NATIVE."""

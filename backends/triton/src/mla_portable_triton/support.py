@@ -34,6 +34,7 @@ from mla_portable.primitives import (
     TOPK_SELECT,
 )
 from mla_portable_triton.attention_configs import attention_config, program_shape
+from mla_portable_triton.tile_rows import tile_arch
 
 NAME: Final = "triton.portable"
 _LEAST_TRITON: Final = (2, 1)
@@ -58,7 +59,7 @@ def _split_scratch(request: Request) -> int:
     rows, num_heads, topk = request.rows, request.num_heads, request.topk
     if rows is None or num_heads is None or topk is None:
         return DEFAULT_SCRATCH_BYTES
-    config = attention_config(request.device.arch, request.kv_layout, num_heads)
+    config = attention_config(tile_arch(request.device), request.kv_layout, num_heads)
     num_splits = split_kv(
         num_rows=rows,
         num_heads=num_heads,
@@ -80,7 +81,7 @@ _ATTENTION: Final[dict[str, Any]] = {
 _SCORES: Final[dict[str, Any]] = {"kv_layouts": _INDEX, "max_heads": 128, "min_shared_memory": _ATTENTION_SHARED_MEMORY}
 SUPPORT: Final[dict[Primitive, Support]] = {
     CACHE_WRITE: _support("cache_write"),
-    CONVERT_INDICES: _support("convert_indices", needs_bf16=False, context_parallel=True),
+    CONVERT_INDICES: _support("convert_indices", needs_bf16=False, context_parallel=True, ends_in_order=True),
     GATHER_UPCONVERT: _support("gather_upconvert"),
     SPARSE_DECODE: _support("sparse_attention", **_ATTENTION, workspace_bytes=_split_scratch),
     SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),

@@ -88,7 +88,8 @@ class NativeAttention(BoundAttention):
         batch, query_len, num_heads, _ = of.q.shape
         extra_topk = 0 if of.extra_indices is None else of.extra_indices.shape[2]
         kernel, own = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2], extra_topk)
-        return prepare(kernel, own.build, of, cluster=own.cluster, whole=own.whole)
+        early = self._request.follows_in_order
+        return prepare(kernel, own.build, of, cluster=own.cluster, whole=own.whole, starts_early=early)
 
 
 def bind_sparse_decode(request: Request[SparseDecode]) -> SparseDecode:

@@ -37,6 +37,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     } while (!done);
 }
+// A launch may let a kernel start before the one in front of it in the stream has ended. All threads wait here for its end, and until
+// then none reads or writes global memory. What that kernel writes changes during the life of this one, so behind here loads are
+// plain ones: of memory that never changes (__ldg, __restrict__) a load may be moved to before the wait, or read an old line.
+__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // what was written to shared memory, before copies and tensor cores that work beside the thread see it
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // COUNT threads of the block meet, by number

@@ -15,6 +15,9 @@
 #ifndef PLACE                     // where a token of a warp's eight lies in a stage, in rows from the first of them
 #define PLACE(token) (token)
 #endif
+#ifndef READ_INDEX                // a plain load, of memory that changes while a kernel lives that starts early
+#define READ_INDEX(at) (*(at))
+#endif
 #define FILLED (VISIBLE ? 32 : APART ? 9 : 1)  // arrivals of a warp that copies, at the barrier that a stage is full
 
 // the bytes of shared memory that a source lays out, which its build is launched with; an error names both
@@ -130,8 +133,8 @@ __device__ __forceinline__ Span share(int keys, int step, const Work work) {
 __device__ __forceinline__ int index_of(
     const List (&lists)[LISTS], const Keys& keys, int key, int end, bool is_known = false, int known = 0) {
     if (LISTS > 1 && key >= keys.second())
-        return key >= end ? -1 : is_known ? known : __ldg(lists[LISTS - 1].indices + (key - keys.second()));
-    return key >= (LISTS > 1 ? min(end, keys.count[0]) : end) ? -1 : is_known ? known : __ldg(lists[0].indices + key);
+        return key >= end ? -1 : is_known ? known : READ_INDEX(lists[LISTS - 1].indices + (key - keys.second()));
+    return key >= (LISTS > 1 ? min(end, keys.count[0]) : end) ? -1 : is_known ? known : READ_INDEX(lists[0].indices + key);
 }
 
 // ---- copying

@@ -184,7 +184,7 @@ class Tensors(NamedTuple):
     extra_lengths: Tensor | None = None
 
 
-def prepare(kernel: Kernel, build: Build, of: Tensors, *, cluster: int, whole: int = 0) -> Launch:
+def prepare(kernel: Kernel, build: Build, of: Tensors, *, cluster: int, whole: int = 0, starts_early: bool = False) -> Launch:
     """Launches for tensors of these shapes and strides, B * S at least 1.
 
     Clusters have `cluster` blocks. A unit of work is what one block can have to itself: a row's heads, or one of their tiles.
@@ -192,11 +192,15 @@ def prepare(kernel: Kernel, build: Build, of: Tensors, *, cluster: int, whole: i
 
     A launch is given addresses and scale: out, lse_out, q, kv_cache, indices, lengths, attn_sink [H] float32, extra_kv_cache,
     extra_indices and extra_lengths (0 for none), softmax_scale * log2(e).
+
+    starts_early: before the kernel in front has ended, by the rule at `prepared_passes.can_wait`; every thread waits for it.
+    The kernel lets nothing start early itself: its blocks fill the multiprocessors, so what is behind would find no room.
     """
     batch, query_len, num_heads, _ = of.q.shape
     head_tiles = -(-num_heads // build.heads)
     clusters = batch * query_len * head_tiles - whole * (cluster - 1)
-    return kernel.prepare((clusters, cluster), cluster, *arguments(of, whole, head_tiles))
+    fixed = arguments(of, whole, head_tiles)
+    return kernel.prepare((clusters, cluster), cluster, *fixed, starts_early=starts_early)
 
 
 def arguments(of: Tensors, cut: int, head_tiles: int) -> tuple[int, ...]:

@@ -110,9 +110,8 @@ __device__ __forceinline__ int q_exponent(u8* smem, u32 base, int head) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_fp8(
-    u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
-    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, const u8* __restrict__ extra_kv,
-    const int* __restrict__ extra_indices, const int* __restrict__ extra_lengths, float scale_log2,
+    u16* out, float* lse_out, const u16* q, const u8* kv, const int* indices, const int* lengths, const float* sink,
+    const u8* extra_kv, const int* extra_indices, const int* extra_lengths, float scale_log2,
     int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, int extra_topk,
     int extra_slots, int extra_block_size, i64 block_stride, i64 extra_block_stride, Strides st) {
     extern __shared__ __align__(128) u8 smem[];
@@ -129,13 +128,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                     st),
 #endif
     };
-    const Row row = begin_row<TILE>(lists, work, group == GROUPS, warp, lane);
-    const int tiles = (row.own.end - row.own.begin + TILE - 1) / TILE;
     if (thread < GROUPS * STAGES) {
         barrier_init(shared + thread * 16, 4 * FILLED);
         barrier_init(shared + thread * 16 + 8, 4 * ARRIVALS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    wait_for_kernel_in_front();
+
+    const Row row = begin_row<TILE>(lists, work, group == GROUPS, warp, lane);
+    const int tiles = (row.own.end - row.own.begin + TILE - 1) / TILE;
     __syncthreads();
 
     // ---- the warps that copy: eight tokens of a tile each, in the order of the tiles

@@ -16,12 +16,13 @@
 // transposed.
 //
 // e4m3 becomes bfloat16 by moving bits: the code's exponent and mantissa in the place of a bfloat16's are its value times
-// 2^-120, exactly, subnormals included. One multiplication by the scale times 2^120 follows, the scale rounded to bfloat16.
+// 2^-120, exactly, subnormals included: a permutation, a shift and a mask for two codes. One multiplication by the scale times 2^120 follows, the scale rounded to bfloat16.
 //
 // An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf. A head whose q is
 // not finite scores NaN. The splits of a row leave their outputs and lse (base 2) in `partial_out` and `partial_lse`, for
 // merge_splits.cu.
 
+#define READ_INDEX(at) __ldg(at)  // it never starts early
 #include "sparse_decode.cuh"
 
 #define TOKEN (FP8 ? (512 + ROPE) * 2 + 16 : ROW_STRIDE)  // bytes between tokens of a bfloat16 tile
@@ -67,6 +68,13 @@ __device__ __forceinline__ void copy8(u32 to, const u8* from, u32 bytes) {  // b
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER>  // groups of copies that may still be under way
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
+// the bytes of a word in another order, from the lowest digit up: a byte's number, or 8 more for its sign in all bits
+template <u32 ORDER>
+__device__ __forceinline__ u32 permute(u32 x) {
+    u32 r;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "n"(ORDER));
+    return r;
+}
 __device__ __forceinline__ u32 scale_bf162(u32 x, u32 by) {
     u32 r;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(by), "r"(0x80008000u));
@@ -88,10 +96,9 @@ __device__ __forceinline__ void read(u32 (&x)[TOKENS_PER_LANE], u8* smem, u32 fr
         }
     }
 }
-// four e4m3 codes times 2^-120, as bfloat16s in their order
+// four e4m3 codes times 2^-120, as bfloat16s in their order: the sign of each fills the byte above it, the other bits move up by four
 __device__ __forceinline__ uint2 spread4(u32 codes) {
-    const u32 high = (codes & 0x80808080u) | (codes >> 4 & 0x07070707u), low = codes << 4 & 0xf0f0f0f0u;
-    return make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
+    return make_uint2(permute<0x9180>(codes) << 4 & 0x87f087f0u, permute<0xb3a2>(codes) << 4 & 0x87f087f0u);
 }
 
 #if FP8

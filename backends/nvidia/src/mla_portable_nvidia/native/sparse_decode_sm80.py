@@ -232,13 +232,17 @@ BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
 """Rows that are read -> the builds that serve them, by heads, those first that are preferred where an architecture has them."""
 
 
-def builds(arch: str, rows: str, num_heads: int | None, *, whole: bool = False, lists: int = 1) -> tuple[Sm80Build, ...]:
+def builds(
+    arch: str, rows: str, num_heads: int | None, *, whole: bool = False, lists: int = 1, shared_memory: int = 0
+) -> tuple[Sm80Build, ...]:
     """The build for so many heads, by itself; all that there are where the heads are not known.
 
-    More heads than a block has are served by several. whole: rows are not split. There three blocks of two stages beat two of
+    More heads than a block has are served by several. shared_memory: bytes a block may use, where the device reports less
+    than its architecture has; 0: it does not say. whole: rows are not split. There three blocks of two stages beat two of
     three: 1,024 tokens of 16 heads on BF16 rows took 532 us instead of 551 (code for SM80 on an H200).
     """
-    offered = {build.heads: replace(build, lists=lists) for build in reversed(BUILDS[rows]) if arch in build.archs}
+    fitting = [each for each in BUILDS[rows] if arch in each.archs and each.shared <= (shared_memory or each.shared)]
+    offered = {build.heads: replace(build, lists=lists) for build in reversed(fitting)}
     if whole and not LAYOUTS[layout_name(rows)].is_quantized and arch in LargeSm80Build.archs:
         few = BUILDS[rows][_FEW_WHOLE]
         offered[few.heads] = replace(few, lists=lists)

@@ -188,9 +188,8 @@ __device__ __forceinline__ void finish(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
-    u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
-    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, const u8* __restrict__ extra_kv,
-    const int* __restrict__ extra_indices, const int* __restrict__ extra_lengths, float scale_log2,
+    u16* out, float* lse_out, const u16* q, const u8* kv, const int* indices, const int* lengths, const float* sink,
+    const u8* extra_kv, const int* extra_indices, const int* extra_lengths, float scale_log2,
     int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, int extra_topk,
     int extra_slots, int extra_block_size, i64 block_stride, i64 extra_block_stride, Strides st) {
     extern __shared__ __align__(1024) u8 smem[];
@@ -207,8 +206,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     st),
 #endif
     };
-    const Row row = begin_row<STEP>(lists, work, group == 2, warp, lane);
-    const int steps = (row.own.end - row.own.begin + STEP - 1) / STEP;
     if (thread < STAGES) {
         barrier_init(shared + FULL_AT + thread * 8, 4 * FILLED);
         barrier_init(shared + EMPTY_AT + thread * 8, 8 * ARRIVALS);
@@ -222,11 +219,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #endif
         at<u32>(smem, RISEN_AT) = at<u32>(smem, RISEN_AT + 4) = 0;
     }
-    if (thread < HT) {
-        at<float>(smem, LEVEL_AT + thread * 4) = -1.0e30f;
-        at<float>(smem, SINK_AT + thread * 4) = sink_of(sink, thread, HT, here.head0, num_heads);
-    }
+    if (thread < HT) at<float>(smem, LEVEL_AT + thread * 4) = -1.0e30f;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    wait_for_kernel_in_front();
+
+    const Row row = begin_row<STEP>(lists, work, group == 2, warp, lane);
+    const int steps = (row.own.end - row.own.begin + STEP - 1) / STEP;
+    if (thread < HT) at<float>(smem, SINK_AT + thread * 4) = sink_of(sink, thread, HT, here.head0, num_heads);
     __syncthreads();
 
     // ---- the warps that copy: eight tokens of a stage each

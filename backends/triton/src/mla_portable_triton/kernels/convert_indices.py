@@ -31,6 +31,13 @@ INDICES_PER_WARP: Final = 128
 """Four indices a thread: 16-byte loads. A narrow row takes fewer warps than its configuration allows."""
 
 CONFIGS: Final = {"default": Config(tile=2048, num_warps=8)}  # tile: indices; untuned
+_LET_NEXT_START: Final = frozenset({"sm90", "sm100", "sm103", "sm120", "sm121"})
+"""Architectures with programmatic dependent launch."""
+
+
+def lets_next_start(arch: str) -> bool:
+    """The kernel may say there that the next one may begin: the architecture can, and so can Triton, from 3.4 on."""
+    return arch in _LET_NEXT_START and hasattr(getattr(tl.extra, "cuda", None), "gdc_launch_dependents")
 
 
 # the strides of the index rows follow from K, which a model fixes; what a batch changes is not specialised on
@@ -58,8 +65,11 @@ def convert_indices_kernel(
     DCP_RANK: tl.constexpr,
     INTERLEAVE: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LETS_NEXT_START: tl.constexpr,
 ):
     """One program a token. `last_slot` is the greatest slot there is; PREFILL says that the prefill pointers are given."""
+    if LETS_NEXT_START:  # what starts early by that waits for the end of this kernel before it touches memory
+        tl.extra.cuda.gdc_launch_dependents()
     # int64 before the first product: token * topk_stride passes 2**31 at 1 048 576 tokens of 2048
     token = tl.program_id(0).to(tl.int64)
     topk_row = topk_ptr + token * topk_stride
@@ -132,11 +142,13 @@ def launch(
     compact: bool,
     share: ContextShare = WHOLE,
     config: Config,
+    lets_next_start: bool = False,
 ) -> None:
     """Write `indices` [T, K] and `counts` [T], int32. Graph-safe.
 
     Rows of `topk_indices`, `indices` and `block_table` may lie apart; everything else is contiguous. `last_slot` is below
-    2**31. `share`: what the cache holds. The two prefill tensors are given together or not at all.
+    2**31. `share`: what the cache holds. The two prefill tensors are given together or not at all. lets_next_start: a kernel
+    behind this one that is launched to start early may do so once all programs have begun.
     """
     num_tokens, topk = topk_indices.shape
     if num_tokens == 0:
@@ -166,6 +178,7 @@ def launch(
         DCP_RANK=share.rank,
         INTERLEAVE=share.interleave,
         BLOCK_K=block_k,
+        LETS_NEXT_START=lets_next_start and indices.is_cuda,
         num_warps=max(1, min(config.num_warps, block_k // INDICES_PER_WARP)),
         num_stages=1,
     )
@@ -176,6 +189,7 @@ def aot_variants(arch: str = "default") -> list[AotVariant]:
     config = config_for(CONFIGS, arch)
     pointers = dict.fromkeys(["indices_ptr", "counts_ptr", "topk_ptr", "req_id_ptr", "table_ptr"], "*i32")
     constants = {"TOPK": 2048, "CACHE_BLOCK": 64, "BLOCK_K": config.tile, "INTERLEAVE": 1}
+    constants["LETS_NEXT_START"] = lets_next_start(arch)
     kinds = {"": (False, False, 1), "-prefill-compact": (True, True, 1), "-dcp-compact": (False, True, 2)}
     return [
         variant(

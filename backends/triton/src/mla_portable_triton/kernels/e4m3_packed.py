@@ -7,9 +7,11 @@ tile of bytes. A register holds two words.
 From 8.9 on an instruction converts two bytes that are neighbours. One permutation serves the lower and the upper bytes.
 
 Elsewhere the seven bits of a magnitude are put where a float16's exponent ends and its mantissa begins. They are then 2**-8 of
-the value, subnormals included: three instructions for two upper bytes, four for two lower ones. A NaN code so becomes 2**-8 of
-480. Where it has to be seen, one product more makes them 140 times the value. A code has four significant bits and 140 has six,
-so all of that is exact; 448 becomes 62,720, and 480 is infinite.
+the value, subnormals included. Three instructions do that for two bytes: a permutation takes each byte and fills the one above
+with its sign, a shift brings the magnitude to its place, and a mask leaves one bit of the sign. ptxas makes the shift a
+multiplication, so that the units of bit operations, which would be the busiest, have two of the three. A NaN code so becomes
+2**-8 of 480. Where it has to be seen, one product more makes them 140 times the value. A code has four significant bits and 140
+has six, so all of that is exact; 448 becomes 62,720, and 480 is infinite.
 
 The functions are None in a Triton without inline assembly: 2.1 looks up whatever a kernel names, in a branch
 that is not taken too.
@@ -42,9 +44,10 @@ def _assembly(*instructions: str) -> tl.constexpr:
     return tl.constexpr("{ " + "".join(f"{each}; " for each in instructions) + "}")
 
 
-def _bits(*first: str, result: tuple[str, ...]) -> tl.constexpr:
-    declared = ".reg .b32 code, magnitude, factor"
-    return _assembly(declared, *first, "and.b32 magnitude, magnitude, 0x3F803F80", *result)
+def _bits(selector: str, result: str, *more: str) -> tl.constexpr:
+    """selector: of two bytes, each with its sign above it."""
+    first = (f"prmt.b32 magnitude, $1, 0, {selector}", "shl.b32 magnitude, magnitude, 7")
+    return _assembly(".reg .b32 magnitude, factor", *first, f"and.b32 {result}, magnitude, 0xBF80BF80", *more)
 
 
 def _convert(half: str) -> tl.constexpr:
@@ -54,12 +57,10 @@ def _convert(half: str) -> tl.constexpr:
     )
 
 
-_LOWER = ("shl.b32 code, $1, 8", "shl.b32 magnitude, $1, 7")
-_UPPER = ("mov.b32 code, $1", "shr.b32 magnitude, $1, 1")
-_SIGNED = ("lop3.b32 $0, code, 0x80008000, magnitude, 0xEA",)
-_TIMES_140 = ("lop3.b32 code, code, 0x80008000, magnitude, 0xEA", "mov.b32 factor, 0x78607860", "mul.rn.f16x2 $0, code, factor")
-HALF_LOWER, HALF_UPPER = (_bits(*first, result=_SIGNED) for first in (_LOWER, _UPPER))
-LOUD_LOWER, LOUD_UPPER = (_bits(*first, result=_TIMES_140) for first in (_LOWER, _UPPER))
+_LOWER, _UPPER = "0xA280", "0xB391"  # a digit is a byte, from the lowest up: of the source, or 8 more for its sign in all bits
+_TIMES_140 = ("mov.b32 factor, 0x78607860", "mul.rn.f16x2 $0, magnitude, factor")
+HALF_LOWER, HALF_UPPER = (_bits(selector, "$0") for selector in (_LOWER, _UPPER))
+LOUD_LOWER, LOUD_UPPER = (_bits(selector, "magnitude", *_TIMES_140) for selector in (_LOWER, _UPPER))
 CONVERT_LOWER, CONVERT_UPPER = _convert("lower"), _convert("upper")
 
 

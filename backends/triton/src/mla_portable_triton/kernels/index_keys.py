@@ -93,7 +93,7 @@ class Numbers:
     """What a launch needs of the request that it was bound for.
 
     Attributes:
-        form: FORM. bf16_native: False in Triton's interpreter. arch, num_sms: of the device.
+        form: FORM. bf16_native: False in Triton's interpreter. arch: whose tiles it runs (`tile_arch`). num_sms: of the device.
     """
 
     form: int

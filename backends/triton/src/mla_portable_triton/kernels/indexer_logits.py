@@ -45,6 +45,10 @@ from mla_portable_triton.kernels.index_keys import (
 DECODE: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2),
     "sm80": Tiles(positions=128, num_warps=4, num_stages=2, max_registers=168),
+    "sm86": Tiles(positions=128, num_warps=4, num_stages=2, max_registers=168),
+    "sm86-bf16": Tiles(positions=64, num_warps=4, num_stages=2),
+    "sm89": Tiles(positions=128, num_warps=4, num_stages=2),
+    "sm89-bf16": Tiles(positions=64, num_warps=4, num_stages=2),
     "sm90": Tiles(positions=128, num_warps=4, num_stages=2, max_registers=128),
     "sm90-bf16": Tiles(positions=256, num_warps=4, num_stages=2),
 }
@@ -52,13 +56,18 @@ PREFILL: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2, tokens=32),
     "sm80": Tiles(positions=256, num_warps=4, num_stages=0, tokens=64),
     "sm80-bf16": Tiles(positions=128, num_warps=4, num_stages=2, tokens=32),
+    "sm86": Tiles(positions=256, num_warps=4, num_stages=0, tokens=64),
+    "sm86-bf16": Tiles(positions=64, num_warps=4, num_stages=2, tokens=32),
+    "sm89": Tiles(positions=128, num_warps=4, num_stages=2, tokens=64),
+    "sm89-bf16": Tiles(positions=64, num_warps=4, num_stages=2, tokens=32),
     "sm90": Tiles(positions=128, num_warps=4, num_stages=3, tokens=64, max_registers=128),
     "sm90-bf16": Tiles(positions=256, num_warps=4, num_stages=3, tokens=64),
 }
 """DeviceFacts.arch -> tiles, for up to 64 heads; half the positions for more, and one token. Tuned on an H200, for sm90 and
 the code for sm80: 1,024 tokens over 8,192 positions take 176 us (199 with 256 positions and all registers) and 331; of bfloat16
 keys 318 and 410. sm80 takes 352 for these with 256 positions, but an A100 has shared memory for one such program, an H200 for
-two."""
+two. sm86 and sm89 are untimed: what takes the fewest instructions for a position of what 99 KiB hold twice
+(docs/dev/sm80-sm89.md). 128 positions of bfloat16 miss that by 512 bytes."""
 _TOKENS_A_REQUEST: Final = 4
 """From here on, on average, keys stay instead of queries."""
 _PROGRAMS: Final = 16
