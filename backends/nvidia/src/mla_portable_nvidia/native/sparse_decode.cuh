@@ -9,9 +9,6 @@
 #include LAYOUT
 
 #define MAX_SPLITS 16             // blocks of a cluster
-#ifndef PREFETCH                  // 1: rows of the next four tiles are brought to L2 beside those of these
-#define PREFETCH 0
-#endif
 #ifndef PLACE                     // where a token of a warp's eight lies in a stage, in rows from the first of them
 #define PLACE(token) (token)
 #endif
@@ -277,9 +274,6 @@ __device__ __forceinline__ void produce(
         for (int j = 0; j < 4 && first + j < tiles; ++j) {
             const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
             copy_rows(smem, stage(), cache_of(lists, row.keys, row.own.begin + (first + j) * TILE), slot, lane);
-#if PREFETCH
-            if (j == 0) prefetch_row(cache_of(lists, row.keys, key), next);
-#endif
         }
     }
     behind();

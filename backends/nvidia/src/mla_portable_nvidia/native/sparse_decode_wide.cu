@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse MLA attention on the FP8 cache for many heads: 64 heads of one query row over one split of its indices.
 //
-// Compiled at run time (NVRTC) with LAYOUT, LISTS and SHARED (bytes) defined. The splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not
+// Compiled at run time (NVRTC) with LAYOUT, LISTS, SHARED (bytes) and STAGES defined. The splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not
 // split, one for each block.
 //
-// A block is two warpgroups, and four warps that copy for them. A step is 128 tokens, the scores of 64 by each warpgroup; then
-// each adds all 128 to its 256 output columns. Both products put the cache first: tokens x columns times q transposed, columns
+// A block is two warpgroups, and four warps that copy for them. A step is 128 tokens, two halves of 64: each warpgroup scores a half,
+// then adds both to its 256 output columns. The second half's softmax comes after the first half's, so that one warpgroup multiplies
+// while the other has its softmax; barriers of a half are all that orders them. Both products put the cache first: tokens x columns times q transposed, columns
 // x tokens times the probabilities transposed. So the cache is always the operand in registers, made from the e4m3 bytes in
 // shared memory by the warps that multiply it, and never written back: what a tile costs beside its multiplications is one
 // conversion and one scaling for two numbers of it, twice.
@@ -23,25 +24,14 @@
 // scores are scaled back before the softmax. A head whose q is not finite scores NaN.
 // A token's values are scaled by 2^-e, e the exponent of its largest scale, or as much as its bfloat16 values need. Its probabilities carry 2^e: softmax runs over
 // score + e, and a token adds p 2^-e to the sum. They are taken against a level 6 below the largest exponent seen when
-// the level was last set; it is set again when one would pass 2^14, which after the first step is rare.
+// the level was last set; it is set again when one would pass 2^14, which after the first half is rare. Then the half leaves what
+// earlier halves count from there on, and each warpgroup applies that to its sums before it adds this half.
 //
 // An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
 
 #define TILE 32                   // tokens of a stage
 #include "sparse_decode.cuh"
 
-#ifndef HALVES                    // 1: the warpgroups are half a step apart; 2: a softmax apart
-#define HALVES 0
-#endif
-#ifndef ONE_SPLIT                 // 1: a row that is not split has code of its own for its end
-#define ONE_SPLIT 0
-#endif
-#ifndef LATER                     // 1: brings to L2 what the blocks of the next wave read first
-#define LATER 0
-#endif
-#ifndef STAGES
-#define STAGES 6
-#endif
 #define HT 64                     // heads of a block
 #define STEP_STAGES 4
 #define CONSUMERS 256
@@ -66,18 +56,15 @@
 #define SINK_AT (STATE_AT + HT * 8)              // [HT]: as an exponent of 2
 #define UNIT_AT (SINK_AT + HT * 4)               // [2 steps][UNITS][128] float16: scales over 2^e; bfloat16 of columns without
 #define MASK_AT (UNIT_AT + 2 * UNITS * 128 * 2)      // a byte for eight tokens of a stage
-#define RISEN_AT (MASK_AT + (STAGES + 1) / 2 * 8)  // [2]: the last step (half a step) of either parity that needs another level
+#define RISEN_AT (MASK_AT + (STAGES + 1) / 2 * 8)  // [2]: the last half of either parity that needs another level
 #define QTOP_AT (RISEN_AT + 8)                   // [8][2]: the largest and the least |q| of a warp's heads, as bits
 #define FULL_AT (QTOP_AT + 64)                   // a barrier for each stage
 #define EMPTY_AT (FULL_AT + STAGES * 8)          // likewise: its readers have left it
-#define SPENT_AT (EMPTY_AT + STAGES * 8)         // a barrier (for each half): the probabilities have been read
-#if HALVES
-#define READY_AT (SPENT_AT + 16)                 // a barrier for each half of a step: its probabilities are there, and its level
-#define DECAY_AT (READY_AT + 16)                 // [2][HT]: where a half has another level, what has been summed before it counts
+#define SPENT_AT (EMPTY_AT + STAGES * 8)         // a barrier for each half of a step: its probabilities have been read
+#define READY_AT (SPENT_AT + 16)                 // likewise: they are there, and their level
+#define DECAY_AT (READY_AT + 16)                 // [2][HT]: what earlier sums count where a half has another level
 #define SHARED_BYTES (DECAY_AT + 2 * HT * 4)
-#else
-#define SHARED_BYTES (SPENT_AT + 8)
-#endif
+#define NEXT_STEPS 2              // of a block one wave later, whose rows are brought to L2
 #define MERGE_STRIDE 516          // floats between heads of a split's output
 #define WEIGHT_AT (HT * MERGE_STRIDE * 4)        // [MAX_SPLITS][HT], behind it: what a split's output counts
 #define Q_EXPONENT 13             // q of the block's largest head is below 2^(it + 1)
@@ -154,7 +141,6 @@ __device__ __forceinline__ void finish(
     if (thread < HT) {
         const int h = where.head0 + thread;
         float* lse = lse_out + where.b * st.lse_b + where.s * st.lse_s + h * st.lse_h;
-#if ONE_SPLIT
         if (work.splits == 1) {
             const float2 own = at<float2>(smem, STATE_AT + thread * 8);
             const bool empty = own.y == 0.f;  // a NaN sum is not empty, it has to be seen
@@ -162,7 +148,6 @@ __device__ __forceinline__ void finish(
             const float weight = empty ? 0.f : 1.f / (own.y + exp2_(at<float>(smem, SINK_AT + thread * 4) - own.x));
             at<float>(smem, WEIGHT_AT + thread * 4) = weight;
         } else
-#endif
         weigh_splits<HT>(&at<float>(smem, WEIGHT_AT + thread * 4), smem_u32(smem) + STATE_AT + thread * 8, work.splits,
                          at<float>(smem, SINK_AT + thread * 4), work.split == 0 && h < num_heads ? lse : nullptr);
     }
@@ -210,13 +195,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         barrier_init(shared + FULL_AT + thread * 8, 4 * FILLED);
         barrier_init(shared + EMPTY_AT + thread * 8, 8 * ARRIVALS);
     }
+    if (thread < 2) {
+        barrier_init(shared + SPENT_AT + thread * 8, 8 * ARRIVALS);
+        barrier_init(shared + READY_AT + thread * 8, 4 * ARRIVALS);
+    }
     if (thread == 0) {
-        barrier_init(shared + SPENT_AT, 8 * ARRIVALS);
-#if HALVES
-        barrier_init(shared + SPENT_AT + 8, 8 * ARRIVALS);
-        barrier_init(shared + READY_AT, 4 * ARRIVALS);
-        barrier_init(shared + READY_AT + 8, 4 * ARRIVALS);
-#endif
         at<u32>(smem, RISEN_AT) = at<u32>(smem, RISEN_AT + 4) = 0;
     }
     if (thread < HT) at<float>(smem, LEVEL_AT + thread * 4) = -1.0e30f;
@@ -233,21 +216,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         set_registers_down<PRODUCER_REGISTERS>();
         int stage = 0;
         u32 parity = 1;  // stages begin empty
-        produce(smem, lists, row, steps * STEP_STAGES, work.splits, warp, lane, [&] {
+        const auto next_stage = [&] {
             const Stage to = {KV_AT + stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, MASK_AT + stage * 4 + warp,
                               shared + EMPTY_AT + stage * 8, parity, shared + FULL_AT + stage * 8};
             if (++stage == STAGES) stage = 0, parity ^= 1;
             return to;
-        }
-#if LATER
-        , [&] {
+        };
+        // Behind the last copy these warps have nothing to do. They bring to L2 what the block reads first that takes the place of
+        // one like this: its q and the rows of its first steps. If another block does, this was in vain, no more.
+        const auto bring_next = [&] {
             const Work later = own_work(whole_clusters, multiprocessors());
             if (later.unit >= clusters_launched() + whole_clusters * (blocks_of_cluster() - 1)) return;
             const Place there = place_of<HT>(later.unit, head_tiles, query_len);
             const int own = thread_again(), lane = own & 31, warp = own >> 5 & 3, head = there.head0 + warp * 16 + lane;
             if (lane < 16 && head < num_heads)
                 prefetch<(512 + ROPE) * 2>(q + there.b * st.q_b + there.s * st.q_s + (i64)head * st.q_h);
-            if (there.head0 > 0) return;
+            if (there.head0 > 0) return;  // the block of the row's first heads brings the same rows
             const List lists[LISTS] = {
                 first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, there, st),
 #if LISTS > 1
@@ -259,13 +243,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
             for (int k = 0; k < LISTS; ++k) most.count[k] = lists[k].most;
             const Span all = share(most.all(), STEP, later);
-            for (int n = 0; n < LATER; ++n) {
+            for (int n = 0; n < NEXT_STEPS; ++n) {
                 const int key = own_key(all.begin + n * 4 * TILE, warp, lane);
                 prefetch_row(cache_of(lists, most, key), index_of(lists, most, key, all.end));
             }
-        }
-#endif
-        );
+        };
+        produce(smem, lists, row, steps * STEP_STAGES, work.splits, warp, lane, next_stage, bring_next);
         return;
     }
     set_registers_up<CONSUMER_REGISTERS>();
@@ -343,27 +326,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 
     int stage = 0;
     u32 parity = 0;
-#if HALVES
-    // Half h of 64 tokens is scored by warpgroup h & 1. Its softmax follows that of half h - 1, whose level it takes, so that one
-    // warpgroup multiplies while the other has its softmax. In step i both add halves 2 i and 2 i + 1 to their columns; with
-    // HALVES 1 warpgroup 0 adds halves 2 i - 1 and 2 i.
-    const int behind = HALVES == 1 && group == 0 ? 1 : 0;
-    const int rounds = steps + behind;
-    const auto scorers_barrier = [&] { meet<128>(2 + group); };
-#else
-    const int rounds = steps;
-    const auto scorers_barrier = [&] { consumers_barrier(); };
-#endif
-    for (int step = 0; step < rounds; ++step) {
-        float sum[2] = {0.f, 0.f};  // of this step, as `total`
-        if (!HALVES || step < steps) {
+    const auto scorers_barrier = [&] { meet<128>(2 + group); };  // the four warps that score a half
+    for (int step = 0; step < steps; ++step) {
+        float sum[2];  // of this warp's tokens of this step, as `total`
         float x[32];  // scores of tokens t and t + 8, heads 8 n + 2 c and the next
         float back[2];  // 2^-e of the tokens
         u32 mask;
         // ---- scores
         {
             const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
-            int own = stage + (HALVES == 1 ? (group == 0 && step == 0 ? 0 : 2) + (warp8 >> 1 & 1) : warp8 >> 1);
+            int own = stage + (warp8 >> 1);
             const bool wrapped = own >= STAGES;
             if (wrapped) own -= STAGES;
             barrier_wait(shared + FULL_AT + own * 8, parity ^ (u32)wrapped);
@@ -548,16 +520,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
             for (int k = 0; k < 2; ++k)
                 sum[k] = (l & 4 ? part[1][k] : part[0][k]) + __shfl_xor_sync(~0u, l & 4 ? part[0][k] : part[1][k], 4);
-            const u32 parity = (HALVES ? group : step) & 1;
-            if (!set_level && top > LIMIT) at<u32>(smem, RISEN_AT + parity * 4) = HALVES ? step * 2 + group : step;
+            if (!set_level && top > LIMIT) at<u32>(smem, RISEN_AT + group * 4) = step * 2 + group;
             async_fence();
             scorers_barrier();
         };
-#if HALVES
         const int half = step * 2 + group;
         bool rises = half == 0;  // for all of the warpgroup
         if (half > 0) {
-            barrier_wait(shared + READY_AT + (group ^ 1) * 8, ((half - 1) >> 1) & 1);
+            barrier_wait(shared + READY_AT + (group ^ 1) * 8, ((half - 1) >> 1) & 1);  // the level is that of the half before
             if (step > 0) barrier_wait(shared + SPENT_AT + group * 8, (step - 1) & 1);
             probabilities(false);
             rises = at<u32>(smem, RISEN_AT + group * 4) == half;
@@ -587,61 +557,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             probabilities(true);
         }
         warp_arrive(shared + READY_AT + group * 8, lane);
-#else
-        bool rises = step == 0;  // for all of the block
-        if (step > 0) {
-            barrier_wait(shared + SPENT_AT, (step - 1) & 1);
-            probabilities(false);
-            rises = at<u32>(smem, RISEN_AT + (step & 1) * 4) == step;
-        }
-        if (rises) {
-            const int own = thread_again(), t = (own & 31) >> 2, c = own & 3, warp8 = own >> 5;
-#pragma unroll
-            for (int k = 0; k < 16; ++k) {
-                const int n = k >> 1, i = k & 1;
-                float top = fmaxf(x[n * 4 + i] * f[0] + e[0], x[n * 4 + i + 2] * f[1] + e[1]);
-#pragma unroll
-                for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-                if (t == 0) at<float>(smem, TOP_AT + (warp8 * HT + n * 8 + 2 * c + i) * 4) = top;
-            }
-            consumers_barrier();
-            float level[16];
-#pragma unroll
-            for (int k = 0; k < 16; ++k) {
-                const u32 head = (k >> 1) * 8 + 2 * c + (k & 1);
-                const float old = at<float>(smem, LEVEL_AT + head * 4);
-                float top = -1.0e30f;
-#pragma unroll
-                for (int w = 0; w < 8; ++w) top = fmaxf(top, at<float>(smem, TOP_AT + (w * HT + head) * 4));
-                level[k] = fmaxf(old, top - HEADROOM);
-                const float decay = exp2_(old - level[k]);
-                if (k >> 1 == t) total[k & 1] *= decay;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    acc[j][(k >> 1) * 4 + (k & 1)] *= decay;
-                    acc[j][(k >> 1) * 4 + (k & 1) + 2] *= decay;
-                }
-            }
-            consumers_barrier();  // all have read the old levels
-            if (warp8 == 0 && t == 0)
-#pragma unroll
-                for (int k = 0; k < 16; ++k) at<float>(smem, LEVEL_AT + ((k >> 1) * 8 + 2 * c + (k & 1)) * 4) = level[k];
-            consumers_barrier();
-            probabilities(true);
-        }
-        total[0] += sum[0], total[1] += sum[1];
-#endif
-        }
 
-        // ---- output: 16 tokens at a time
-#if HALVES
+        // ---- output: a half, 16 tokens at a time
 #pragma unroll 1
-        for (int add = max(step * 2 - behind, 0); add < min(step * 2 - behind + 2, steps * 2); ++add) {
+        for (int add = step * 2; add < step * 2 + 2; ++add) {
             constexpr int DEPTHS = 4;
-            const u32 units_at = (add >> 1 & 1) * UNITS * 256 + (add & 1) * 128, prob_at = (add & 1) * DEPTHS * 128;
+            const u32 units_at = (step & 1) * UNITS * 256 + (add & 1) * 128, prob_at = (add & 1) * DEPTHS * 128;
             const bool own_half = (add & 1) == group;
-            if (!own_half) barrier_wait(shared + READY_AT + (group ^ 1) * 8, add >> 1 & 1);
-            if (at<u32>(smem, RISEN_AT + (add & 1) * 4) == add) {
+            if (!own_half) barrier_wait(shared + READY_AT + (group ^ 1) * 8, step & 1);
+            if (at<u32>(smem, RISEN_AT + (add & 1) * 4) == add) {  // what was summed before counts less
                 const int own = thread_again(), t = (own & 31) >> 2, c = own & 3;
 #pragma unroll
                 for (int k = 0; k < 16; ++k) {
@@ -654,12 +578,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     }
                 }
             }
+            // with the half, so that it decays in the same order
             if (own_half) total[0] += sum[0], total[1] += sum[1];
-#else
-        {
-            constexpr int DEPTHS = 8;
-            const u32 units_at = (step & 1) * UNITS * 256, prob_at = 0;
-#endif
             const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
             const u32 units = UNIT_AT + units_at + (UNITS == 8 ? warp8 : warp8 >> 1) * 256 + 2 * c * 2;
             const bool plain = PLAIN_FIRST && warp8 == 7;  // values are bfloat16
@@ -737,13 +657,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             wgmma_wait<0>();
 #pragma unroll
             for (int j = 0; j < 4; ++j) hold(a[0][j]), hold(a[1][j]);
-#if HALVES
             warp_arrive(shared + SPENT_AT + (add & 1) * 8, lane);
         }
-#else
-        }
-        warp_arrive(shared + SPENT_AT, lane);
-#endif
     }
 
     const Work done = own_work(whole_clusters);
