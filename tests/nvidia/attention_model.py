@@ -19,7 +19,7 @@ from mla_portable_nvidia.native.build import KernelBuild
 __all__ = ["FUNCTION", "Emulated"]
 
 FUNCTION = re.compile(r"(?:^template <[^\n]*\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
-_ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|cluster_publish|copy_rows|remote2|remote4|sum_shares)\b")
+_ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|cluster_publish|copy_rows|prefetch|remote2|remote4|sum_shares)\b")
 """In functions that are emulated, or that only kernels of compute capability 9.0 call."""
 
 

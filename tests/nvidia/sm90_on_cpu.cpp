@@ -90,6 +90,12 @@ static void barrier_wait(u32 barrier, u32 parity) {
     if (of.phase > before + 1) fail("a phase that was missed");
 }
 static void async_fence() {}
+template <int BYTES>
+static void prefetch(const void* from) {
+    if ((size_t)from % 16 || BYTES % 16) fail("a prefetch from an odd place");
+    volatile char read = ((const char*)from)[0] ^ ((const char*)from)[BYTES - 1];
+    (void)read;
+}
 static std::map<std::pair<int, int>, Barrier> named;
 template <int COUNT>
 static void meet(int number) { named[{block(), number}].meet(COUNT); }
@@ -118,7 +124,10 @@ static void wait_for_kernel_in_front() {
 
 // ---- clusters
 static u32 cluster;
-static int cluster_blocks;
+static int cluster_blocks, clusters_of_launch;
+static u32 clusters_launched() { return clusters_of_launch; }
+static u32 blocks_of_cluster() { return cluster_blocks; }
+static u32 multiprocessors() { return 1; }
 static void cluster_publish() {
     __syncwarp();
     emulated_arrive();
@@ -211,7 +220,7 @@ extern "C" void launch(const char* arguments, int clusters, int blocks, int shar
     ended_in_front = in_front;
     packed = arguments;
     readable = nullptr, readable_end = (const char*)~0ull;
-    cluster_blocks = blocks;
+    cluster_blocks = blocks, clusters_of_launch = clusters;
     operands.resize(blocks * THREADS), of_mma.resize(blocks * THREADS);
     for (cluster = 0; cluster < (u32)clusters; ++cluster) {
         phases.clear(), named.clear(), waiting = {};

@@ -99,3 +99,21 @@ def test_rows_of_any_length(stride):
 def test_blocks_of_a_cluster_share_a_row_or_have_one_each(whole):
     """A split without a key takes part in a merge."""
     check([200, 130, 300], topk=300, heads=128, cluster=2, whole=whole, stride=77)
+
+
+@pytest.mark.parametrize("stride", [0, 77])
+def test_scores_that_grow_along_a_row_set_the_level_again(stride):
+    """For some heads in each 64 tokens, by 2^20 and more; for the others the first tokens count for all."""
+    torch.manual_seed(0)
+    keys, heads = 400, 64
+    latent = torch.ones(1, 512) * torch.linspace(0.2, 8.0, keys).view(-1, 1) + torch.randn(keys, 512) * 0.05
+    kv = FP8_DS_MLA.pack(latent, torch.zeros(keys, 64), "pow2").view(-1, 16, 656)
+    q = torch.full((1, 1, heads, 576), 1.0) * torch.linspace(0.1, 0.4, heads).view(1, 1, -1, 1)
+    q[:, :, ::3] *= -1
+    q, indices = q.bfloat16(), torch.arange(keys, dtype=torch.int32).view(1, 1, -1)
+    out, lse = torch.zeros(1, 1, heads, 512).bfloat16(), torch.zeros(1, 1, heads)
+    launch = prepare(EmulatedSm90(stride, MANY), MANY, Tensors(q, kv, indices, out, lse, None), cluster=1)
+    launch(*[each.data_ptr() for each in (out, lse, q, kv, indices)], 0, 0, 0, 0, 0, SCALE * math.log2(math.e))
+    wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE)
+    torch.testing.assert_close(out.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=2e-3)

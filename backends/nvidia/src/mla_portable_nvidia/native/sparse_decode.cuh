@@ -51,12 +51,32 @@ struct Work {
     u32 unit;
     int split, splits;
 };
-__device__ __forceinline__ Work own_work(int whole_clusters) {
+// later: of the block that comes so many after this one
+__device__ __forceinline__ Work own_work(int whole_clusters, u32 later = 0) {
     u32 cluster, block, blocks;  // read again where it is wanted again, to keep no registers meanwhile
     asm volatile("mov.u32 %0, %%ctaid.x;\n mov.u32 %1, %%ctaid.y;\n mov.u32 %2, %%nctaid.y;"
                  : "=r"(cluster), "=r"(block), "=r"(blocks));
+    if (later) {
+        later += cluster * blocks + block;
+        cluster = later / blocks, block = later % blocks;
+    }
     if (cluster < whole_clusters) return {cluster * blocks + block, 0, 1};
     return {cluster + whole_clusters * (blocks - 1), (int)block, (int)blocks};
+}
+__device__ __forceinline__ u32 clusters_launched() {
+    u32 clusters;
+    asm("mov.u32 %0, %%nctaid.x;" : "=r"(clusters));
+    return clusters;
+}
+__device__ __forceinline__ u32 blocks_of_cluster() {
+    u32 blocks;
+    asm("mov.u32 %0, %%nctaid.y;" : "=r"(blocks));
+    return blocks;
+}
+__device__ __forceinline__ u32 multiprocessors() {
+    u32 count;
+    asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+    return count;
 }
 // which row and heads a unit of work is
 struct Place {
@@ -133,10 +153,21 @@ __device__ __forceinline__ i64 apart_at(const Cache& cache, int slot) {
 struct Stage {
     u32 rows, mask, empty, parity, full;
 };
+// brings what lies there to L2, before somebody copies it
+template <int BYTES>
+__device__ __forceinline__ void prefetch(const void* from) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(BYTES) : "memory");
+}
+// an index without the bits of those who share it
+__device__ __forceinline__ int slot_of(int index) { return SHARERS > 1 ? index & (1 << OWNERS_AT) - 1 : index; }
+__device__ __forceinline__ void prefetch_row(const Cache& cache, int index) {
+    const int slot = slot_of(index);
+    if (slot >= 0 && slot < cache.num_slots) prefetch<ROW>(cache.rows + row_at(cache, slot));
+}
 // eight tokens of a tile by a warp, lanes 0 to 7 one each, once the stage is empty; `full` expects their bytes. An absent token
 // (negative, not below num_slots) becomes zeros and a 0 in what says its presence.
 __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache& cache, int index, int lane) {
-    const int slot = SHARERS > 1 ? index & (1 << OWNERS_AT) - 1 : index;
+    const int slot = slot_of(index);
     const bool valid = lane < 8 && slot >= 0 && slot < cache.num_slots;
     const u32 mask = __ballot_sync(~0u, valid);
 #if SHARERS > 1
@@ -245,10 +276,11 @@ __device__ __forceinline__ Row begin_row(const List (&lists)[LISTS], const Work 
     const bool alike = LISTS == 1 || keys.second() == most.second() || key < keys.second();
     return {keys, own, next, own.begin == all.begin && alike};
 }
-// copies `tiles` tiles in their order, each to where `stage()` says, and takes part in the cluster's end
-template <typename NextStage>
+// copies `tiles` tiles in their order, each to where `stage()` says, then does `behind()`, and takes part in the cluster's end
+template <typename NextStage, typename Behind>
 __device__ __forceinline__ void produce(
-    u8* smem, const List (&lists)[LISTS], const Row& row, int tiles, int splits, int warp, int lane, NextStage stage) {
+    u8* smem, const List (&lists)[LISTS], const Row& row, int tiles, int splits, int warp, int lane, NextStage stage,
+    Behind behind) {
     int key = own_key(row.own.begin, warp, lane);
     int next = index_of(lists, row.keys, key, row.own.end, row.known, row.next);
     for (int first = 0; first < tiles; first += 4) {
@@ -260,10 +292,16 @@ __device__ __forceinline__ void produce(
             copy_rows(smem, stage(), cache_of(lists, row.keys, row.own.begin + (first + j) * TILE), slot, lane);
         }
     }
+    behind();
     if (splits > 1) {
         cluster_publish();
         cluster_leave();
     }
+}
+template <typename NextStage>
+__device__ __forceinline__ void produce(
+    u8* smem, const List (&lists)[LISTS], const Row& row, int tiles, int splits, int warp, int lane, NextStage stage) {
+    produce(smem, lists, row, tiles, splits, warp, lane, stage, [] {});
 }
 
 // ---- q: operand registers of a head for the eight steps of 16 latent columns that a warp has, and one of rope

@@ -82,7 +82,7 @@ def row_defines(rows: str, lists: int, shared: int) -> tuple[tuple[str, int | st
     return (("LAYOUT", f'"{ROW_HEADERS[rows]}"'), ("LISTS", lists), ("SHARED", shared))
 
 
-Shape = tuple[str, int, int, int, int]
+Shape = tuple[str, int, int, int]
 LIST_TILE: Final = 32
 """Tokens of a tile, which is of one list."""
 FIXED: Final = "10i 19q"
@@ -123,7 +123,7 @@ class Build(KernelBuild):
     @property
     def shape(self) -> Shape:
         """What all builds have in common that differ in what they read alone."""
-        return self.kernel, self.head_tiles, self.groups, self.stages, self.blocks_per_sm
+        return self.kernel, self.head_tiles, self.groups, self.blocks_per_sm
 
     @property
     def heads(self) -> int:

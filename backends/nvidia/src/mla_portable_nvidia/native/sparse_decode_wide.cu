@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse MLA attention on the FP8 cache for many heads: 64 heads of one query row over one split of its indices.
 //
-// Compiled at run time (NVRTC) with LAYOUT, LISTS and SHARED (bytes) defined. The splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not
+// Compiled at run time (NVRTC) with LAYOUT, LISTS, SHARED (bytes) and STAGES defined. The splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not
 // split, one for each block.
 //
-// A block is two warpgroups, and four warps that copy for them. A step is 128 tokens, the scores of 64 by each warpgroup; then
-// each adds all 128 to its 256 output columns. Both products put the cache first: tokens x columns times q transposed, columns
+// A block is two warpgroups, and four warps that copy for them. A step is 128 tokens, two halves of 64: each warpgroup scores a half,
+// then adds both to its 256 output columns. The second half's softmax comes after the first half's, so that one warpgroup multiplies
+// while the other has its softmax; barriers of a half are all that orders them. Both products put the cache first: tokens x columns times q transposed, columns
 // x tokens times the probabilities transposed. So the cache is always the operand in registers, made from the e4m3 bytes in
 // shared memory by the warps that multiply it, and never written back: what a tile costs beside its multiplications is one
 // conversion and one scaling for two numbers of it, twice.
@@ -23,7 +24,8 @@
 // scores are scaled back before the softmax. A head whose q is not finite scores NaN.
 // A token's values are scaled by 2^-e, e the exponent of its largest scale, or as much as its bfloat16 values need. Its probabilities carry 2^e: softmax runs over
 // score + e, and a token adds p 2^-e to the sum. They are taken against a level 6 below the largest exponent seen when
-// the level was last set; it is set again when one would pass 2^14, which after the first step is rare.
+// the level was last set; it is set again when one would pass 2^14, which after the first half is rare. Then the half leaves what
+// earlier halves count from there on, and each warpgroup applies that to its sums before it adds this half.
 //
 // An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
 //
@@ -41,7 +43,6 @@
 #define OWN_HEADS (SHARERS * TOKEN_HEADS)
 // what is added to the scores of a lane's token k for heads 8 n and the next
 #define OFFSET(k, n) (SHARERS == 1 || mask >> ((k) * 8 + (n) * 8 / TOKEN_HEADS) & 1 ? e[k] : minus_infinity())
-#define STAGES 6
 #define STEP_STAGES 4
 #define CONSUMERS 256
 #define THREADS (CONSUMERS + 128)
@@ -65,12 +66,15 @@
 #define SINK_AT (STATE_AT + HT * 8)              // [HT]: as an exponent of 2
 #define UNIT_AT (SINK_AT + HT * 4)               // [2 steps][UNITS][128] float16: scales over 2^e; bfloat16 of columns without
 #define MASK_AT (UNIT_AT + 2 * UNITS * 128 * 2)      // PRESENCE_BYTES for eight tokens of a stage
-#define RISEN_AT (MASK_AT + STAGES * 4 * PRESENCE_BYTES)          // [2]: the last step of either parity that needs another level
+#define RISEN_AT (MASK_AT + (STAGES * PRESENCE_BYTES + 1) / 2 * 8)  // [2]: the last half of either parity that needs another level
 #define QTOP_AT (RISEN_AT + 8)                   // [8][2]: the largest and the least |q| of a warp's heads, as bits
 #define FULL_AT (QTOP_AT + 64)                   // a barrier for each stage
 #define EMPTY_AT (FULL_AT + STAGES * 8)          // likewise: its readers have left it
-#define SPENT_AT (EMPTY_AT + STAGES * 8)         // a barrier: the probabilities have been read
-#define SHARED_BYTES (SPENT_AT + 8)
+#define SPENT_AT (EMPTY_AT + STAGES * 8)         // a barrier for each half of a step: its probabilities have been read
+#define READY_AT (SPENT_AT + 16)                 // likewise: they are there, and their level
+#define DECAY_AT (READY_AT + 16)                 // [2][HT]: what earlier sums count where a half has another level
+#define SHARED_BYTES (DECAY_AT + 2 * HT * 4)
+#define NEXT_STEPS 2              // of a block one wave later, whose rows are brought to L2
 #define MERGE_STRIDE 516          // floats between heads of a split's output
 #define WEIGHT_AT (HT * MERGE_STRIDE * 4)        // [MAX_SPLITS][HT], behind it: what a split's output counts
 #define Q_EXPONENT 13             // q of the block's largest head is below 2^(it + 1)
@@ -148,8 +152,17 @@ __device__ __forceinline__ void finish(
     if (thread < HT) {
         const int h = where.head0 + thread;
         float* lse = lse_out + where.b * st.lse_b + where.s * st.lse_s + h * st.lse_h;
-        weigh_splits<HT>(&at<float>(smem, WEIGHT_AT + thread * 4), smem_u32(smem) + STATE_AT + thread * 8, work.splits,
-                         at<float>(smem, SINK_AT + thread * 4), work.split == 0 && h < num_heads ? lse : nullptr);
+        float& weight = at<float>(smem, WEIGHT_AT + thread * 4);
+        const float sink = at<float>(smem, SINK_AT + thread * 4);
+        if (work.splits == 1) {
+            const float2 own = at<float2>(smem, STATE_AT + thread * 8);
+            const bool empty = own.y == 0.f;  // a NaN sum is not empty, it has to be seen
+            if (h < num_heads) *lse = empty ? minus_infinity() : (own.x + __log2f(own.y)) * LN_2;
+            weight = empty ? 0.f : 1.f / (own.y + exp2_(sink - own.x));
+        } else {
+            weigh_splits<HT>(&weight, smem_u32(smem) + STATE_AT + thread * 8, work.splits, sink,
+                             work.split == 0 && h < num_heads ? lse : nullptr);
+        }
     }
     consumers_barrier();
 
@@ -184,10 +197,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 
     const Work work = own_work(whole_clusters);
     const Place here = place_of<OWN_HEADS>(work.unit, head_tiles, query_len);
-    const Place listed = SHARERS > 1 ? Place{0, (i64)work.unit, 0} : here;  // the row that a block's list is of
+    const auto list_of = [&](u32 unit, const Place& place) { return SHARERS > 1 ? Place{0, (i64)unit, 0} : place; };  // the row of it
+    const int all_heads = num_heads;
     if (SHARERS > 1) num_heads = min(num_heads, here.head0 + OWN_HEADS);
     const List lists[LISTS] = {
-        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, listed, st),
+        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, list_of(work.unit, here), st),
 #if LISTS > 1
         second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk, here,
                     st),
@@ -197,8 +211,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         barrier_init(shared + FULL_AT + thread * 8, 4 * FILLED);
         barrier_init(shared + EMPTY_AT + thread * 8, 8 * ARRIVALS);
     }
+    if (thread < 2) {
+        barrier_init(shared + SPENT_AT + thread * 8, 8 * ARRIVALS);
+        barrier_init(shared + READY_AT + thread * 8, 4 * ARRIVALS);
+    }
     if (thread == 0) {
-        barrier_init(shared + SPENT_AT, 8 * ARRIVALS);
         at<u32>(smem, RISEN_AT) = at<u32>(smem, RISEN_AT + 4) = 0;
     }
     if (thread < HT) at<float>(smem, LEVEL_AT + thread * 4) = -1.0e30f;
@@ -217,12 +234,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         set_registers_down<PRODUCER_REGISTERS>();
         int stage = 0;
         u32 parity = 1;  // stages begin empty
-        produce(smem, lists, row, steps * STEP_STAGES, work.splits, warp, lane, [&] {
+        const auto next_stage = [&] {
             const Stage to = {KV_AT + stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, MASK_AT + (stage * 4 + warp) * PRESENCE_BYTES,
                               shared + EMPTY_AT + stage * 8, parity, shared + FULL_AT + stage * 8};
             if (++stage == STAGES) stage = 0, parity ^= 1;
             return to;
-        });
+        };
+        // Behind the last copy these warps have nothing to do. They bring to L2 what the block reads first that takes the place of
+        // one like this: its q and the rows of its first steps. If another block does, this was in vain, no more.
+        const auto bring_next = [&] {
+            const Work later = own_work(whole_clusters, multiprocessors());
+            if (later.unit >= clusters_launched() + whole_clusters * (blocks_of_cluster() - 1)) return;
+            const Place there = place_of<OWN_HEADS>(later.unit, head_tiles, query_len);
+            const int own = thread_again(), lane = own & 31, warp = own >> 5 & 3, head = there.head0 + warp * 16 + lane;
+            if (lane < 16 && head < (SHARERS > 1 ? min(all_heads, there.head0 + OWN_HEADS) : num_heads))
+                prefetch<(512 + ROPE) * 2>(q + there.b * st.q_b + there.s * st.q_s + (i64)head * st.q_h);
+            if (SHARERS == 1 && there.head0 > 0) return;  // the block of the row's first heads brings the same rows
+            const List lists[LISTS] = {
+                first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, list_of(later.unit, there), st),
+#if LISTS > 1
+                second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk,
+                            there, st),
+#endif
+            };
+            Keys most;
+#pragma unroll
+            for (int k = 0; k < LISTS; ++k) most.count[k] = lists[k].most;
+            const Span all = share(most.all(), STEP, later);
+            for (int n = 0; n < NEXT_STEPS; ++n) {
+                const int key = own_key(all.begin + n * 4 * TILE, warp, lane);
+                prefetch_row(cache_of(lists, most, key), index_of(lists, most, key, all.end));
+            }
+        };
+        produce(smem, lists, row, steps * STEP_STAGES, work.splits, warp, lane, next_stage, bring_next);
         return;
     }
     set_registers_up<CONSUMER_REGISTERS>();
@@ -300,7 +344,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 
     int stage = 0;
     u32 parity = 0;
+    const auto scorers_barrier = [&] { meet<128>(2 + group); };  // the four warps that score a half
     for (int step = 0; step < steps; ++step) {
+        float sum[2];  // of this warp's tokens of this step, as `total`
         float x[32];  // scores of tokens t and t + 8, heads 8 n + 2 c and the next
         float back[2];  // 2^-e of the tokens
         u32 mask;
@@ -454,7 +500,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             f[k] = present ? score_scale * power(exponent) : 0.f;
             e[k] = present ? (float)exponent : minus_infinity();
         }
-        float sum[2];  // of this step, as `total`
         auto probabilities = [&](bool set_level) {
             float top = -1.0e30f, part[4][2];
             const int thread = thread_again(), l = thread & 31;
@@ -498,15 +543,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
             for (int k = 0; k < 2; ++k)
                 sum[k] = (l & 4 ? part[1][k] : part[0][k]) + __shfl_xor_sync(~0u, l & 4 ? part[0][k] : part[1][k], 4);
-            if (!set_level && top > LIMIT) at<u32>(smem, RISEN_AT + (step & 1) * 4) = step;
+            if (!set_level && top > LIMIT) at<u32>(smem, RISEN_AT + group * 4) = step * 2 + group;
             async_fence();
-            consumers_barrier();
+            scorers_barrier();
         };
-        bool rises = step == 0;  // for all of the block
-        if (step > 0) {
-            barrier_wait(shared + SPENT_AT, (step - 1) & 1);
+        const int half = step * 2 + group;
+        bool rises = half == 0;  // for all of the warpgroup
+        if (half > 0) {
+            barrier_wait(shared + READY_AT + (group ^ 1) * 8, ((half - 1) >> 1) & 1);  // the level is that of the half before
+            if (step > 0) barrier_wait(shared + SPENT_AT + group * 8, (step - 1) & 1);
             probabilities(false);
-            rises = at<u32>(smem, RISEN_AT + (step & 1) * 4) == step;
+            rises = at<u32>(smem, RISEN_AT + group * 4) == half;
         }
         if (rises) {
             const int own = thread_again(), t = (own & 31) >> 2, c = own & 3, warp8 = own >> 5;
@@ -518,37 +565,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                 for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
                 if (t == 0) at<float>(smem, TOP_AT + (warp8 * HT + n * 8 + 2 * c + i) * 4) = top;
             }
-            consumers_barrier();
-            float level[16];
-#pragma unroll
-            for (int k = 0; k < 16; ++k) {
-                const u32 head = (k >> 1) * 8 + 2 * c + (k & 1);
+            scorers_barrier();
+            const u32 head = own & 127;
+            if (head < HT) {
                 const float old = at<float>(smem, LEVEL_AT + head * 4);
                 float top = -1.0e30f;
 #pragma unroll
-                for (int w = 0; w < 8; ++w) top = fmaxf(top, at<float>(smem, TOP_AT + (w * HT + head) * 4));
-                level[k] = fmaxf(old, top - HEADROOM);
-                const float decay = exp2_(old - level[k]);
-                if (k >> 1 == t) total[k & 1] *= decay;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    acc[j][(k >> 1) * 4 + (k & 1)] *= decay;
-                    acc[j][(k >> 1) * 4 + (k & 1) + 2] *= decay;
-                }
+                for (int w = 0; w < 4; ++w) top = fmaxf(top, at<float>(smem, TOP_AT + ((group * 4 + w) * HT + head) * 4));
+                const float level = fmaxf(old, top - HEADROOM);
+                at<float>(smem, LEVEL_AT + head * 4) = level;
+                at<float>(smem, DECAY_AT + (group * HT + head) * 4) = exp2_(old - level);
             }
-            consumers_barrier();  // all have read the old levels
-            if (warp8 == 0 && t == 0)
-#pragma unroll
-                for (int k = 0; k < 16; ++k) at<float>(smem, LEVEL_AT + ((k >> 1) * 8 + 2 * c + (k & 1)) * 4) = level[k];
-            consumers_barrier();
+            scorers_barrier();
             probabilities(true);
         }
-        total[0] += sum[0], total[1] += sum[1];
+        warp_arrive(shared + READY_AT + group * 8, lane);
 
-        // ---- output: 16 tokens at a time
-        {
+        // ---- output: a half, 16 tokens at a time
+#pragma unroll 1
+        for (int add = step * 2; add < step * 2 + 2; ++add) {
+            constexpr int DEPTHS = 4;
+            const u32 units_at = (step & 1) * UNITS * 256 + (add & 1) * 128, prob_at = (add & 1) * DEPTHS * 128;
+            const bool own_half = (add & 1) == group;
+            if (!own_half) barrier_wait(shared + READY_AT + (group ^ 1) * 8, step & 1);
+            if (at<u32>(smem, RISEN_AT + (add & 1) * 4) == add) {  // what was summed before counts less
+                const int own = thread_again(), t = (own & 31) >> 2, c = own & 3;
+#pragma unroll
+                for (int k = 0; k < 16; ++k) {
+                    const float decay = at<float>(smem, DECAY_AT + ((add & 1) * HT + (k >> 1) * 8 + 2 * c + (k & 1)) * 4);
+                    if (k >> 1 == t) total[k & 1] *= decay;
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        acc[j][(k >> 1) * 4 + (k & 1)] *= decay;
+                        acc[j][(k >> 1) * 4 + (k & 1) + 2] *= decay;
+                    }
+                }
+            }
+            // with the half, so that it decays in the same order
+            if (own_half) total[0] += sum[0], total[1] += sum[1];
             const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
-            const u32 units = UNIT_AT + ((step & 1) * UNITS + (UNITS == 8 ? warp8 : warp8 >> 1)) * 256 + 2 * c * 2;
+            const u32 units = UNIT_AT + units_at + (UNITS == 8 ? warp8 : warp8 >> 1) * 256 + 2 * c * 2;
             const bool plain = PLAIN_FIRST && warp8 == 7;  // values are bfloat16
             const u32 output_from = KV_AT + 2 * c * ROW_STRIDE + warp8 * 64 + t * (plain ? 16 : 8);
             static_assert(!PLAIN_FIRST || PLAIN_COLUMN == 7 * 64, "where those of the last warp begin");
@@ -571,7 +627,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             barrier_wait(shared + FULL_AT + stage * 8, parity);
             read(0, stage);
 #pragma unroll
-            for (int k16 = 0; k16 < 8; ++k16) {
+            for (int k16 = 0; k16 < DEPTHS; ++k16) {
                 u32 (&v)[4][4] = a[k16 & 1];
                 if (k16 >= 2) {
                     wgmma_wait<1>();
@@ -613,19 +669,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     __syncwarp();
                     warp_arrive(shared + EMPTY_AT + stage * 8, lane);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
-                    if (k16 < 7) barrier_wait(shared + FULL_AT + stage * 8, parity);
+                    if (k16 < DEPTHS - 1) barrier_wait(shared + FULL_AT + stage * 8, parity);
                 }
-                if (k16 < 7) read(k16 + 1, stage);
+                if (k16 < DEPTHS - 1) read(k16 + 1, stage);
                 wgmma_fence();
 #pragma unroll
-                for (int j = 0; j < 4; ++j) wgmma_output(acc[j], v[j], prob_operand + k16 * 128, 1);
+                for (int j = 0; j < 4; ++j) wgmma_output(acc[j], v[j], prob_operand + prob_at + k16 * 128, 1);
                 wgmma_commit();
             }
             wgmma_wait<0>();
 #pragma unroll
             for (int j = 0; j < 4; ++j) hold(a[0][j]), hold(a[1][j]);
+            warp_arrive(shared + SPENT_AT + (add & 1) * 8, lane);
         }
-        warp_arrive(shared + SPENT_AT, lane);
     }
 
     const Work done = own_work(whole_clusters);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native sparse attention kernel for many heads on the FP8 cache: its one build."""
+"""The native sparse attention kernel for many heads on the FP8 cache: one build of each kind of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["WideBuild"]
 
 @dataclass(frozen=True, slots=True)
 class WideBuild(Build):
-    """64 heads of two warpgroups, which the source fixes itself; a stage holds 32 tokens, a step takes four of them."""
+    """64 heads of two warpgroups, which the source fixes itself.
+
+    A stage holds 32 tokens and a step takes four stages. There are as many stages as fit.
+    """
 
     kernel: ClassVar[str] = "sparse_decode_wide"
     tile: ClassVar[int] = 128
@@ -21,10 +24,8 @@ class WideBuild(Build):
 
     head_tiles: int = field(default=4, init=False)
     groups: int = field(default=2, init=False)
-    stages: int = field(default=6, init=False)
     blocks_per_sm: int = field(default=1, init=False)
 
     @property
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """There is one build of a layout."""
-        return row_defines(self.rows, self.lists, self.shared)
+        return (*row_defines(self.rows, self.lists, self.shared), ("STAGES", self.stages))

@@ -80,7 +80,8 @@ class UnionBuild(WideBuild):
 
     @property
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        return (*row_defines(self.rows, self.lists, self.shared), ("SHARERS", self.sharers), ("TOKEN_HEADS", self.token_heads))
+        own = (("STAGES", self.stages), ("SHARERS", self.sharers), ("TOKEN_HEADS", self.token_heads))
+        return (*row_defines(self.rows, self.lists, self.shared), *own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,6 @@ class UnionRowsBuild(KernelBuild):
 
 _LAYOUTS: Final = (FP8_DS_MLA.name, FP8_NOPE.name)
 _HEADS: Final = (8, 16, 24, 32)
-_PRESENCE: Final = 72
-"""Bytes of shared memory that whose key a token is takes beside that it is there, in a ring of 6 stages."""
 UNIONS: Final = tuple(UnionRowsBuild(count) for count in sorted({sharers(heads) for heads in _HEADS}))
 """The builds that make unions."""
 
@@ -131,7 +130,8 @@ UNIONS: Final = tuple(UnionRowsBuild(count) for count in sorted({sharers(heads) 
 def union_build(rows: str, num_heads: int) -> UnionBuild:
     """The build that attends. rows: that it reads, one of ROW_HEADERS."""
     like = next(build for build in BUILDS[rows] if build.kernel == MANY.kernel)
-    return UnionBuild(rows, shared=like.shared + _PRESENCE, token_heads=num_heads)
+    presence = 16 * like.stages - (like.stages + 1) // 2 * 8  # whose key a token is, in place of whether it is there
+    return UnionBuild(rows, stages=like.stages, shared=like.shared + presence, token_heads=num_heads)
 
 
 ATTENDING: Final = tuple(union_build(rows, heads) for rows in (*_LAYOUTS, FP8_IDLE_ROPE) for heads in _HEADS)
