@@ -29,6 +29,7 @@ def count(where, name):
 count(interpreter, "_patch_lang")
 count(interpreter.TritonSemantic, "device_assert")  # what becomes of a sum that is out of range
 count(interpreter.tl.core, "validate_block_shape")  # of each block type that is made
+count(interpreter.TritonSemantic, "computation_type_impl")  # what two operands are converted to
 import torch
 from mla_portable.conformance import run_case
 from mla_portable.problems.attention_problem import DecodeParams
@@ -53,7 +54,7 @@ for kv, scale_format in (("fp8_ds_mla", "pow2"), ("bf16", None)):
 
     result = run_case(case, call, torch.device("cpu"))
     assert result.status == "passed", result.message
-print(times["_patch_lang"], times["device_assert"], times["validate_block_shape"])
+print(times["_patch_lang"], times["device_assert"], times["validate_block_shape"], times["computation_type_impl"])
 """
 
 
@@ -69,7 +70,8 @@ def test_the_same_bits_with_less_work():
     plain, quick = run("plain"), run("quick")
     assert plain[:-1] == quick[:-1] and len(quick) == 3
     before, after = ([int(count) for count in lines[-1].split()] for lines in (plain, quick))
-    replaced, asserted, made = zip(after, before, strict=True)
+    replaced, asserted, made, converted = zip(after, before, strict=True)
     assert 10 * replaced[0] < replaced[1]
     assert asserted[0] == 0 < asserted[1]
     assert 10 * made[0] < made[1]
+    assert 2 * converted[0] < converted[1]

@@ -10,8 +10,11 @@ from __future__ import annotations
 import unittest
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import sglang_indexer
+import sglang_kit
 import stock
 from process import ARCH, refused, tell, trying
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -37,6 +40,19 @@ def run_refused(name: str, words: str, call: Callable[..., Any], *arguments: Any
     found: dict[str, Any] = {}
     with trying(f"kit: {name}", found), refused(words, found):
         call(CASE, *arguments, **named)
+
+
+def run_indexer(case: Any, fused_store: bool) -> None:
+    """SGLang's real `Indexer`; what it quantises, writes and chooses is held against its rules.
+
+    Below compute capability 8.9 its Triton kernels need the plugin.
+    """
+    found: dict[str, Any] = {}
+    with trying(f"indexer {case.name}, keys by {'CUDA' if fused_store else 'Triton'}", found):
+        options = {"dsa_decode_backend": "flashmla_kv", "dsa_prefill_backend": "flashmla_kv"}
+        found["chosen_otherwise"] = sglang_indexer.run(
+            case, topk=64, fused_store=fused_store, device=sglang_kit.DEVICE, fp8_kv_cache=True, **options
+        )
 
 
 def allow_older_gpus() -> None:
@@ -72,6 +88,9 @@ def main() -> None:
     run("graph replay fp8", graphs, DECODE, dsa_decode_backend="flashmla_kv", fp8_kv_cache=True)
     chain = replace(DECODE, name="draft", prefix_lens=(128, 192))
     run("draft's graph runner", speculative_draft_runner.run_dsa_eagle_draft_cuda_graph_runner_case, chain)
+    verify = replace(LONG, name="target_verify", forward_mode=ForwardMode.TARGET_VERIFY, prefix_lens=(128,), extend_lens=(3,))
+    for case, fused_store in product((LONG, verify, CASES["dsa_sparse_prefill_long_extend"]), (True, False)):
+        run_indexer(case, fused_store)
 
 
 if __name__ == "__main__":

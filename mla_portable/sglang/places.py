@@ -24,6 +24,8 @@ POOLED_INDEXER: Final = "sglang.srt.layers.attention.dsa.dsa_indexer_kpool"
 
 AROUND: Final = "AROUND"
 AFTER: Final = "AFTER"
+REPLACED: Final = "REPLACED"
+"""Not hooked: `index_codes` puts something in its place where the device needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,53 @@ INDEXER: Final = tuple(
 )
 """Functions that return one of DeepGEMM's."""
 
+_POOLED_KEYS: Final = "sglang.srt.layers.attention.dsa.kpool_fp8_index"
+_KEYS_AND_SCALES: Final = (
+    "HEAD_DIM",
+    "ROUND_SCALE",
+    "buf_fp8_ptr",
+    "buf_fp32_ptr",
+    "S_OFFSET_NBYTES_IN_PAGE",
+    "BUF_NUMEL_PER_PAGE",
+)
+
+
+def _kernel(module: str, name: str, parameters: str, *more: str) -> Place:
+    return Place(f"{module}.{name}", REPLACED, (*parameters.split(), *more), None, optional=True)
+
+
+INDEX_KERNELS: Final = (
+    *(
+        _kernel(f"sglang.kernels.ops.{module}", "_act_quant_kernel", "X_ptr Y_ptr round_scale")
+        for module in ("quantization.act_quant_triton", "attention.dsa.triton_kernel")  # from 0.5.23 on; 0.5.16
+    ),
+    *(
+        _kernel(f"sglang.kernels.ops.{module}", "_set_k_and_s_triton_kernel", "buf_fp8_ptr index_k_ptr")
+        for module in ("kvcache.dsa_index_k_cache", "attention.dsa.index_buf_accessor")  # likewise
+    ),
+    _kernel(
+        _POOLED_KEYS,
+        "_kpool_softmax_rotate_write_cache_kernel",
+        "loc_ptr write_mask_ptr compressed_k_ptr compressed_scale_ptr HAS_WRITE_MASK RETURN_COMPRESSED WRITE_CACHE",
+        *_KEYS_AND_SCALES,
+    ),
+    _kernel(_POOLED_KEYS, "_kpool_assemble_softmax_rotate_write_cache_kernel", "loc_ptr INDEX_PAGE_SIZE", *_KEYS_AND_SCALES),
+    _kernel(
+        _POOLED_KEYS,
+        "_kpool_write_tail_and_maybe_compress_kernel",
+        "write_loc_ptr write_loc_stride_0 MAX_CLOSED_POOLS INDEX_PAGE_SIZE",
+        *_KEYS_AND_SCALES,
+    ),
+    _kernel(
+        _POOLED_KEYS,
+        "_kpool_decode_update_and_maybe_write_cache_kernel",
+        "key_ptr positions_ptr block_tables_ptr block_tables_stride_0 block_tables_stride_1 BLOCK_TABLE_COLS POOL_SIZE "
+        "INDEX_PAGE_SIZE",
+        *_KEYS_AND_SCALES,
+    ),
+)
+"""Triton kernels of the indexer that store or move e4m3."""
+
 POOLED_SCHEDULE: Final = Place("sglang.srt.layers.attention.dsa.kpool_plan._get_deep_gemm", AROUND, optional=True)
 """Where the schedules of that indexer take DeepGEMM's module from."""
 
@@ -140,7 +189,7 @@ PLACES: Final = (*ATTENTION, *POOLS, *PROMPTS, *FP8_ROWS, *INDEXER, POOLED_SCHED
 
 def objections(parameters_of: Callable[[str], Collection[str] | None]) -> Iterator[str]:
     """What stands against hooking an SGLang. parameters_of: those of a dotted path, None where there is nothing."""
-    for place in PLACES:
+    for place in (*PLACES, *INDEX_KERNELS):
         found = place.objection(parameters_of(place.target))
         if found is not None:
             yield found

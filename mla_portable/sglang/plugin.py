@@ -80,7 +80,10 @@ def _resolve(target: str) -> Any | None:
 
 def _parameters(target: str) -> tuple[str, ...] | None:
     found = _resolve(target)
-    return None if found is None else tuple(inspect.signature(found).parameters)
+    if found is None:
+        return None
+    names = getattr(found, "arg_names", None)  # a Triton kernel's
+    return tuple(inspect.signature(found).parameters if names is None else names)
 
 
 def is_applied(place: places.Place) -> bool:

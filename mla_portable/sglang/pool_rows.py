@@ -71,7 +71,7 @@ def of_device(device: torch.device, layout: CacheLayout) -> PoolRows | None:
     Raises: InvalidArgument where neither can, with what to set instead.
     """
     registry = get_registry()
-    reason = stock.against_fp8_rows(registry.facts(device))
+    reason = stock.against_e4m3_in_triton(registry.facts(device))
     if reason is None:
         return None
     try:

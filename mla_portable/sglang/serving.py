@@ -23,7 +23,7 @@ from mla_portable.engine.routing import attention_served_by, attention_serving
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import get_registry
-from mla_portable.sglang import model, pool_rows, prompts, settings, stock
+from mla_portable.sglang import index_codes, model, pool_rows, prompts, settings, stock, topk
 
 SERVER: Final = "_mla_portable"
 """The attribute of SGLang's backend object that holds its Server."""
@@ -191,12 +191,14 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
     """Choose the implementations for a new backend object, log them, and keep them there.
 
     Returns: None where SGLang's own methods serve all calls.
-    Raises: UnsupportedRoute or InvalidArgument where neither can.
+    Raises: UnsupportedRoute or InvalidArgument where neither can, be it attention or the indexer's keys.
     """
     setattr(backend, SERVER, None)
     methods, mode = model.methods_in_use(backend), settings.mode()
     facts = get_registry().facts(torch.device(model_runner.device))
     pools, fp8 = model.keys_of_pool(backend) > 1, backend.dsa_kv_cache_store_fp8
+    index_codes.serve(facts, pools=pools)
+    topk.avoid_clusters(facts)
     against = {m: stock.against_attention(m, facts, backend.num_q_heads, pools=pools, fp8=fp8) for m in methods}
     wanted = {m: against[m] or f"{settings.ENV_MODE}=on" for m in methods if against[m] is not None or mode == "on"}
     names = f"{backend.dsa_prefill_impl} (prefill), {backend.dsa_decode_impl} (decode)"

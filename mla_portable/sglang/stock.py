@@ -43,8 +43,11 @@ def against_attention(method: str, facts: DeviceFacts, num_heads: int, *, pools:
     return None
 
 
-def against_fp8_rows(facts: DeviceFacts) -> str | None:
-    """Why SGLang's kernels cannot write and gather the rows of an FP8 cache on a device, None where they can."""
+def against_e4m3_in_triton(facts: DeviceFacts) -> str | None:
+    """Why SGLang's Triton kernels cannot convert e4m3 on a device, None where they can.
+
+    They write and gather the rows of an FP8 cache, and quantise for the indexer.
+    """
     if facts.vendor == "nvidia" and not facts.has_fp8_conversion:
         return f"Triton does not convert e4m3 on {facts.arch}"
     return None

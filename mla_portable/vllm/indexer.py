@@ -24,10 +24,10 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention import SelectionMerge
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import ContextShare, InvalidArgument, Request, UnsupportedRequest, neutral_defaults
-from mla_portable.contracts.rules import check_cache
 from mla_portable.contracts.values import CACHE_ALIGNMENT
+from mla_portable.engine.index_keys import facts_of_pages
 from mla_portable.engine.serving import publish
-from mla_portable.layouts import E4M3_MAX, INDEX, INDEX_FP8, INDEX_HEAD_SIZE
+from mla_portable.layouts import E4M3_MAX, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT, TOPK_SELECT, IndexerCacheWrite, IndexerSelect
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
@@ -185,27 +185,6 @@ def server_for(
     return found
 
 
-def key_writer(pages: Tensor) -> IndexerCacheWrite:
-    """indexer_cache_write for pages like these, `index_fp8` with scales that are powers of two.
-
-    Binds at the first call for a kind of pages, which belongs outside of CUDA graphs.
-    Raises: UnsupportedRequest, InvalidArgument.
-    """
-    apart = pages.stride(0) if pages.shape[0] > 1 else 0
-    key = pages.device, pages.shape[1:], apart, pages.data_ptr() % CACHE_ALIGNMENT
-    found = _writers.get(key)
-    if found is None:
-        here, demand = get_registry().facts(pages.device), LayerRegistry(get_registry(), None)
-        request = Request(INDEXER_CACHE_WRITE, here, scale_format="pow2", graph=True, **_facts(pages))
-        if demand.decide(request).chosen is None:
-            request = request.but(graph=False)
-        found = _writers[key] = demand.bind(request)
-    return found
-
-
-_writers: dict[tuple[object, ...], IndexerCacheWrite] = {}
-
-
 def can_capture() -> bool:
     """All that was bound so far may be captured in CUDA graphs."""
     return all(server.graph for server in _servers.values())
@@ -216,7 +195,7 @@ def _bind(
 ) -> IndexerServer:
     facts: dict[str, Any] = {"kv_layout": INDEX_FP8.name, "block_size": BLOCK_SIZE}
     if kv_cache.numel():
-        facts = _facts(kv_cache)
+        facts = facts_of_pages(kv_cache, "sparse_attn_indexer")
     here = get_registry().facts(device)
     shared, demand = share.size > 1, LayerRegistry(get_registry(), None)
     requests: list[Request[Any]] = [
@@ -242,13 +221,6 @@ def _bind(
     _log_server(f"{here}, {num_heads} heads, top-{topk}: {', '.join(served + written)}", reason)
     capturing = accelerator(device).is_capturing
     return IndexerServer(bound[0], write, merge, requests[0].graph, topk, facts["block_size"], scale_format, share, capturing)
-
-
-def _facts(kv_cache: Tensor) -> dict[str, Any]:
-    """What requests say of the indexer's cache."""
-    layout, block_size, apart, alignment = check_cache("sparse_attn_indexer", "kv_cache", kv_cache, kv_cache.device, INDEX)
-    uneven = bool(apart % layout.row_width)
-    return {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
 
 
 def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device, share: ContextShare) -> None:

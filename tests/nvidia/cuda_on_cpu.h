@@ -2,7 +2,7 @@
 // A CPU that runs a kernel's own source: every thread of a cluster is a coroutine that runs until it has to wait for others.
 //
 // Threads take turns in an order that `step` decides, so that a missing barrier shows in some order; with 0 a warp goes as far
-// as it can before the next one does. Reads by __ldg are held
+// as it can before the next one does, with -1 a block of a cluster before those in front of it. Reads by __ldg are held
 // against what may be read; a barrier that not all reach aborts. An includer says how many threads a block has, and calls
 // run_blocks() for blocks that run together.
 
@@ -37,17 +37,34 @@ static size_t shared_bytes;
     std::fprintf(stderr, "%s in thread %d\n", what, current);
     std::abort();
 }
-static int spins;  // of a warp that has come no further
+static int spins;  // of a warp or a block that has come no further
+static int in_block(int block, int mine) {  // the next thread of a block, or of the nearest one in front, whose turn it is
+    for (const int blocks = count_of_threads / block_threads; ; block = (block + blocks - 1) % blocks)
+        for (int i = 1; i <= block_threads; ++i) {
+            const int next = block * block_threads + (mine + i) % block_threads;
+            if (!ended[next]) return next;
+        }
+}
+static void turn_to(int next) {
+    const int mine = current;
+    if (next == mine) return;
+    current = next;
+    swapcontext(&contexts[mine], &contexts[next]);
+}
 static void others() {  // until it is this thread's turn again
     const int mine = current;
     int next = mine;
+    if (step < 0) {
+        const int blocks = count_of_threads / block_threads, stuck = ++spins > 2 * block_threads;
+        if (stuck) spins = 0;
+        if (++idle > 100 * count_of_threads) fail("a barrier that not all reach");
+        return turn_to(in_block((mine / block_threads + blocks - stuck) % blocks, mine));
+    }
     if (step == 0 && ++spins > 64) next = mine / 32 * 32 + 31, spins = 0;  // on to the next warp
     do next = step ? (next + step) % count_of_threads : spins ? next / 32 * 32 + (next + 1) % 32 : (next + 1) % count_of_threads;
     while (ended[next] && next != mine);
     if (++idle > 100 * count_of_threads) fail("a barrier that not all reach");
-    if (next == mine) return;
-    current = next;
-    swapcontext(&contexts[mine], &contexts[next]);
+    turn_to(next);
 }
 struct Barrier {
     int arrived = 0, phase = 0;
@@ -73,6 +90,7 @@ static void __syncthreads() { blocks_met[block()].meet(block_threads); }
 static void emulated_arrive() {
     cluster_phase[current] = cluster_met.phase;
     cluster_met.arrive(count_of_threads);
+    if (step < 0 && cluster_met.phase != cluster_phase[current]) turn_to(in_block(count_of_threads / block_threads - 1, current));
 }
 static void emulated_wait() { cluster_met.wait(cluster_phase[current]); }
 template <typename T>
@@ -102,6 +120,9 @@ static int __reduce_add_sync(unsigned, int value) {
 static unsigned __reduce_max_sync(unsigned, unsigned value) {
     return warp(value, [](const long long* of) { return (unsigned)*std::max_element(of, of + 32); });
 }
+static unsigned __reduce_or_sync(unsigned, unsigned value) {
+    return warp(value, [](const long long* of) { unsigned bits = 0; for (int i = 0; i < 32; ++i) bits |= (unsigned)of[i]; return bits; });
+}
 static unsigned __ballot_sync(unsigned, bool value) {
     return warp(value, [](const long long* of) { unsigned bits = 0; for (int i = 0; i < 32; ++i) bits |= (unsigned)of[i] << i; return bits; });
 }
@@ -123,6 +144,8 @@ template <typename T, typename U>
 static T atomicAdd(T* at, U value) { const T old = *at; *at += value; return old; }
 template <typename T, typename U>
 static T atomicOr(T* at, U value) { const T old = *at; *at |= value; return old; }
+template <typename T, typename U>
+static T atomicCAS(T* at, U expected, U value) { const T old = *at; if (old == (T)expected) *at = value; return old; }
 template <typename T, typename U>
 static T atomicMax(T* at, U value) { const T old = *at; *at = max(old, (T)value); return old; }
 
@@ -156,6 +179,6 @@ static void run_blocks(int blocks, int threads, size_t shared, int stride, void 
         contexts[i].uc_stack.ss_size = STACK;
         makecontext(&contexts[i], run, 0);
     }
-    current = 0;
-    swapcontext(&outside, &contexts[0]);
+    current = step < 0 ? count_of_threads - block_threads : 0;
+    swapcontext(&outside, &contexts[current]);
 }

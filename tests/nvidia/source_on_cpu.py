@@ -8,11 +8,14 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
+from kept_images import KEPT
+
 from mla_portable_nvidia import native
+from mla_portable_nvidia.native.images import compile_kept
 
 __all__ = ["COMPILER", "compiled"]
 
@@ -20,15 +23,32 @@ COMPILER = shutil.which("g++")
 
 
 def compiled(source: str, emulator: str, defines: Iterable[tuple[str, object]], *arguments: type) -> ctypes.CDLL:
-    """The source included by an emulator, a file beside this one, as `KERNEL`. arguments: the types that `launch` takes."""
+    """The source included by an emulator, a file beside this one, as `KERNEL`. arguments: the types that `launch` takes.
+
+    Compiling takes longer than the tests: it happens once for all processes, as for machine code.
+    """
     assert not re.search(r"\basm\b", source)
-    with tempfile.TemporaryDirectory() as folder, as_file(files(native)) as headers:
-        kernel, library = Path(folder) / "kernel.h", Path(folder) / "kernel.so"
-        kernel.write_text(source, encoding="utf-8")
-        known = [f"-D{name}={value}" for name, value in (*defines, ("KERNEL", f'"{kernel}"'))]
-        # compiling takes longer than the tests: with -O2 half as long again
-        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{headers}", *known, "-o", str(library)]
-        subprocess.run([str(COMPILER), *options, str(Path(__file__).with_name(emulator))], check=True)
-        loaded = ctypes.CDLL(str(library))
+    here = Path(__file__).parent
+    with as_file(files(native)) as headers:
+        included = (here / emulator, *sorted(here.glob("*.h")), *sorted(headers.glob("*.cuh")))
+        texts = {path.name: path.read_text(encoding="utf-8") for path in included}
+    code = compile_kept(source, emulator, [*defines], texts, environ=KEPT, compiler=_shared_library)
+    with tempfile.NamedTemporaryFile(suffix=".so") as library:
+        library.write(code)
+        library.flush()
+        loaded = ctypes.CDLL(library.name)
     loaded.launch.argtypes, loaded.launch.restype = arguments, None
     return loaded
+
+
+def _shared_library(source: str, emulator: str, defines: Sequence[tuple[str, object]], headers: Mapping[str, str]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        kernel, library = Path(folder) / "kernel.h", Path(folder) / "kernel.so"
+        kernel.write_text(source, encoding="utf-8")
+        for name, text in headers.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        known = [f"-D{name}={value}" for name, value in (*defines, ("KERNEL", f'"{kernel}"'))]
+        # with -O2 compiling takes half as long again
+        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", *known, "-o", str(library)]
+        subprocess.run([str(COMPILER), *options, str(Path(folder) / emulator)], check=True)
+        return library.read_bytes()

@@ -34,6 +34,7 @@ from mla_portable_nvidia.native.sparse_decode import HEADERS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
 from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES
+from mla_portable_nvidia.native.sparse_prefill_union import ATTENDING, UNIONS
 from mla_portable_nvidia.native.topk_select import CANDIDATES, FEW_ROWS, MANY_ROWS, MAX_TOPK
 
 REGISTERS = 65_536
@@ -45,13 +46,14 @@ TWO = [replace(build, lists=2) for build in ALL]
 TWO_SM80 = [replace(build, lists=2) for build in sparse_decode_sm80.BUILDS[FP8_V4.name]]
 INDEXER = (*DECODE.values(), *PREFILL.values())
 MASKED = tuple(MASKED_PREFILL.values())
+UNION = [build for build in ATTENDING if build.rows == FP8_DS_MLA.name]
 
 
 cuobjdump = cache(compile_all.cuobjdump)
 """Each listing of a build is read by several tests."""
 
 
-@pytest.fixture(scope="module", params=[*ALL, *TWO], ids=lambda build: build.label)
+@pytest.fixture(scope="module", params=[*ALL, *TWO, *UNION], ids=lambda build: build.label)
 def compiled(request):
     """(a build, its machine code)."""
     return request.param, kept_image(request.param, ARCHS["sm90"])
@@ -93,7 +95,7 @@ def test_registers_are_enough_and_come_to_no_more_than_a_multiprocessor_has(comp
 
 MACROS = {
     "sparse_decode_fp8": ("HT", "TILE"),
-    "sparse_decode_wide": ("HT", "STEP"),
+    "sparse_decode_wide": ("OWN_HEADS", "STEP"),
     "sparse_decode_bf16": ("HEADS", "TILE"),
 }
 """kernel -> heads of a block, tokens of a tile, as its source has them."""
@@ -104,7 +106,7 @@ ODD = (
 """Most of their shared memory is for the merging."""
 
 
-@pytest.mark.parametrize("build", [*ALL, *ODD], ids=str)
+@pytest.mark.parametrize("build", [*ALL, *ODD, *ATTENDING], ids=str)
 def test_shared_memory_is_what_the_source_lays_out(build):
     check_laid_out(build, "sm_90a", *MACROS[build.kernel])
 
@@ -172,7 +174,8 @@ def lines(capsys, *arguments):
 def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys, monkeypatch):
     monkeypatch.setattr(compile_all, "compile_build", kept_image)
     code, made = lines(capsys)
-    everything = [*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER, PACK_SELECTION, *MASKED]
+    everything = [*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, *ATTENDING, *UNIONS, FEW_ROWS, MANY_ROWS, *INDEXER]
+    everything += [PACK_SELECTION, *MASKED]
     expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
     assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
     assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]
@@ -186,6 +189,7 @@ def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys, mo
     kernels |= {("nvidia.native_sm80", primitive): older for primitive in ("sparse_decode", "sparse_prefill")}
     kernels |= {("nvidia.native", "pack_selection"): ({"pack_selection"}, compile_all.TARGETS)}
     kernels |= {("nvidia.native", "masked_prefill"): ({"masked_prefill"}, ("sm90",))}
+    kernels |= {("nvidia.native_union", "sparse_prefill"): ({"sparse_decode_wide", "union_rows"}, ("sm90",))}
     scores = {build.kernel for build in INDEXER}
     kernels |= {
         ("nvidia.native", "indexer_logits"): (scores, ("sm90",)),
@@ -209,7 +213,7 @@ def test_a_build_that_does_not_fit_fails_the_command(capsys, monkeypatch):
     monkeypatch.setattr(compile_all, "SHARED_MEMORY", {"sm90": most - 1})
     code, made = lines(capsys, "--quick", "sm90")
     assert code == 1 and sorted(line["kernel"] for line in made) == sorted(
-        {build.kernel for build in (*ALL, FEW_ROWS, *INDEXER, PACK_SELECTION, *MASKED)}
+        {build.kernel for build in (*ALL, *UNIONS, FEW_ROWS, *INDEXER, PACK_SELECTION, *MASKED)}
     )
     refused = f"{most} bytes of shared memory, sm90 has {most - 1}: choose fewer stages"
     assert {line["error"] for line in made} == {"", refused}

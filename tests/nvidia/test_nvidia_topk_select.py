@@ -102,6 +102,16 @@ def test_the_source_chooses_what_the_oracle_does(kind, n, topk, blocks):
 
 
 @emulated
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_a_block_that_is_ahead_hands_over_what_the_first_keeps(monkeypatch, blocks):
+    """The first block of a cluster is as late as its barriers allow: it has sampled its row before others write there."""
+    monkeypatch.setattr(Model, "strides", (-1,))
+    logits = row("plain", 20_000, torch.Generator().manual_seed(3)).unsqueeze(0)
+    whole = torch.tensor([0], dtype=torch.int32), torch.tensor([20_000], dtype=torch.int32)
+    check(model_of(SMALL), logits, *whole, 2048, blocks)
+
+
+@emulated
 @pytest.mark.parametrize("build", [FEW_ROWS, MANY_ROWS], ids=lambda build: build.label)
 @pytest.mark.parametrize("kind", ["plain", "ties", "holes"])
 def test_the_builds_that_are_shipped_do(build, kind):

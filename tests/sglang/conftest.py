@@ -45,7 +45,7 @@ if VERSION is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     os.environ["SGLANG_DSA_FUSE_TOPK"] = str(int(FUSED))
-    collect_ignore_glob = ["*_modules.py"] if SELECTORS else ["*_selectors.py", "*_nope.py"]
+    collect_ignore_glob = ["*_modules.py"] if SELECTORS else ["*_selectors.py", "*_nope.py", "*_key_pools.py"]
     os.environ["SGLANG_OPT_USE_TOPK_V2"] = "0"  # its plan is made by a CUDA kernel
     os.environ["MLA_PORTABLE_BACKEND"] = "reference"  # Triton's kernels have a test of their own
     allow_known_configs()
@@ -74,9 +74,14 @@ def expand_lengths(extend_seq_lens: Tensor, seq_lens: Tensor, total_len: int, ma
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_portable.sglang import indexer, serving
+    from mla_portable.sglang import index_codes, indexer, places, serving
 
     for name in ("", "_INDEXER"):
         monkeypatch.delenv(f"MLA_PORTABLE_SGLANG{name}", raising=False)
     indexer.choice.cache_clear()
     serving._log_once.cache_clear()
+    index_codes._log_once.cache_clear()
+    for place in places.INDEX_KERNELS:  # what a test replaces is put back behind it
+        module = sys.modules.get(place.target.rpartition(".")[0])
+        if module is not None and hasattr(module, place.name):
+            monkeypatch.setattr(module, place.name, getattr(module, place.name))

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 import vllm
 from compiling import compiling
+from interpreter_rounding import round_ties_to_even
 from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument
@@ -33,19 +33,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def conversions_round_to_even(monkeypatch: pytest.MonkeyPatch):
-    """As on a GPU and in torch: Triton's interpreter rounds ties away from zero."""
-    from triton.runtime import interpreter
-
-    narrow = {tl.float8e4nv: (E4M3, torch.uint8, np.uint8), tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16)}
-    convert = interpreter._convert_float
-
-    def rounded(values: Any, given: Any, wanted: Any, mode: Any) -> Any:
-        if given != tl.float32 or wanted not in narrow:
-            return convert(values, given, wanted, mode)
-        kind, integer, bits = narrow[wanted]
-        return torch.from_numpy(np.ascontiguousarray(values)).to(kind).view(integer).numpy().view(bits).reshape(values.shape)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    round_ties_to_even(monkeypatch)
 
 
 def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType | None:

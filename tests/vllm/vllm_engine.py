@@ -25,6 +25,7 @@ from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig, s
 from vllm.config.device import DeviceConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.models import registry
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -76,8 +77,9 @@ WITHOUT_ROPE = {**MODEL, "qk_rope_head_dim": 0, "index_kpool": POOL}
 
 @cache
 def _model_config(rope: int) -> ModelConfig:
-    """As vLLM reads it from a checkpoint; made once, which takes seconds."""
-    with TemporaryDirectory() as folder:
+    """As vLLM reads it from a checkpoint, once; it looks at the model's class here, not in a process that imports vLLM too."""
+    here = mock.patch.object(registry, "_run_in_subprocess", lambda look: look())
+    with TemporaryDirectory() as folder, here:
         Path(folder, "config.json").write_text(json.dumps(MODEL if rope else WITHOUT_ROPE))
         return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_LEN)
 

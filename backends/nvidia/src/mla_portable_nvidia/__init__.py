@@ -22,6 +22,7 @@ from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementations
 from mla_portable_nvidia.native.pack_selection import pack_implementations
+from mla_portable_nvidia.native.sparse_prefill_union import union_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 
@@ -37,6 +38,7 @@ def mla_portable_register(registrar: Registrar) -> None:
         *fa3_implementations(),
         *prompt_implementations(),
         *native_implementations(),
+        *union_implementations(),
         *sm80_implementations(),
         *topk_implementations(),
         *indexer_implementations(),

@@ -34,10 +34,12 @@ from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementat
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
 from mla_portable_nvidia.native.pack_selection import BUILD as PACK_SELECTION
 from mla_portable_nvidia.native.pack_selection import pack_implementations
+from mla_portable_nvidia.native.sparse_prefill_union import ATTENDING, UNIONS, union_implementations
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, topk_implementations
 
 _OFFERED: Final = (
     *native_implementations(),
+    *union_implementations(),
     *sm80_implementations(),
     *topk_implementations(),
     *indexer_implementations(),
@@ -57,6 +59,8 @@ _BUILDS: Final[tuple[KernelBuild, ...]] = (
     *(build for builds in sparse_decode_sm80.BUILDS.values() for build in builds),
     *(replace(build, lists=2) for build in sparse_decode_sm80.BUILDS[FP8_V4.name]),
     *sparse_decode_sm80.MERGES,
+    *ATTENDING,
+    *UNIONS,
     *(FEW_ROWS, MANY_ROWS),
     *(*DECODE.values(), *PREFILL.values()),
     PACK_SELECTION,

@@ -17,9 +17,9 @@ from mla_portable_nvidia.native.checks import index_of
 from mla_portable_nvidia.native.driver import Launches
 from mla_portable_nvidia.native.sparse_decode import Tensors, rows_of
 
-__all__ = ["BoundAttention", "layout_of", "lists_of", "rows_of_request"]
+__all__ = ["LOG2_E", "BoundAttention", "check_cache", "layout_of", "lists_of", "rows_of_request"]
 
-_LOG2_E: Final = 1.4426950408889634
+LOG2_E: Final = 1.4426950408889634
 
 
 def layout_of(request: Request) -> str:
@@ -37,7 +37,7 @@ def lists_of(request: Request) -> int:
     return 2 if request.extra_cache else 1
 
 
-def _check_cache(kv: Tensor, kv_layout: str, name: str = "kv_cache") -> None:
+def check_cache(kv: Tensor, kv_layout: str, name: str = "kv_cache") -> None:
     """What the request that was bound says of a cache, for callers that bring another: a wrong one would lose the device.
 
     Raises: InvalidArgument.
@@ -83,7 +83,7 @@ class BoundAttention(ABC):
 
     def _check(self, q: Tensor, kv_cache: Tensor, extra_kv_cache: Tensor | None, extra_indices: Tensor | None) -> None:
         """The call is one of those that were bound. Raises: InvalidArgument."""
-        _check_cache(kv_cache, self._kv_layout)
+        check_cache(kv_cache, self._kv_layout)
         lists = 1 if extra_kv_cache is None or extra_indices is None else 2
         if lists != self._lists:
             raise InvalidArgument(
@@ -93,7 +93,7 @@ class BoundAttention(ABC):
                 expected="what it was bound for: bind a request with extra_topk for calls with a second cache alone",
             )
         if extra_kv_cache is not None:
-            _check_cache(extra_kv_cache, self._kv_layout, "extra_kv_cache")
+            check_cache(extra_kv_cache, self._kv_layout, "extra_kv_cache")
         layout = LAYOUTS[self._kv_layout]
         width = layout.value_width if self._request.nope else layout.key_width
         if q.shape[-1] != width:
@@ -170,7 +170,7 @@ class BoundAttention(ABC):
             extra_at,
             0 if extra_indices is None else extra_indices.data_ptr(),
             0 if extra_lengths is None else extra_lengths.data_ptr(),
-            softmax_scale * _LOG2_E,
+            softmax_scale * LOG2_E,
         )
         return out, lse_out
 

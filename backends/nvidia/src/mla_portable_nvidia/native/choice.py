@@ -31,6 +31,7 @@ __all__ = [
     "Cut",
     "builds",
     "choose",
+    "cut_of_build",
 ]
 
 FEW: Final = 32
@@ -96,8 +97,9 @@ _TIMES: Final[Mapping[Shape, _Times]] = {
     BF16_LARGE.shape: _Times(0.94, 3.2, 1.8),
     BF16_WIDE.shape: _Times(1.22, 7.9, 1.4),
 }
-"""Of an H200, by least regret over the cuts of 550 shapes, those of 64 heads since moved by what its times changed:
-`docs/dev/nvidia-kernels.md`. Only the ratios matter, which are taken to be those of rows without rope and of two lists as well."""
+"""Of an H200, by least regret over the cuts of 550 shapes; those of 64 heads were moved later, as its times were:
+`docs/dev/nvidia-kernels.md`. Only the ratios matter, which are taken to be those of rows without rope and of two lists as
+well."""
 _SIZES: Final = (2, 3, 4, 5, 6, 7, 8, MAX_SPLITS)
 """Of clusters; those between 8 and 16 blocks leave too many multiprocessors idle."""
 
@@ -137,13 +139,21 @@ def choose(
     """
     lists = 2 if extra_topk else 1
     keys = -(-topk // LIST_TILE) * LIST_TILE + extra_topk if extra_topk else topk
-    found = (
-        (_time(cut, units, tiles, clusters), cut)
-        for build in builds(kv_rows, num_heads, lists)
-        for units, tiles in [(rows * -(-num_heads // build.heads), max(1, -(-keys // build.tile)))]
-        for cut in _cuts(build, units, tiles, clusters, uniform)
-    )
+    offered = ((build, rows * -(-num_heads // build.heads)) for build in builds(kv_rows, num_heads, lists))
+    found = (each for build, units in offered for each in _timed(build, units, keys, clusters, uniform))
     return min(found, key=lambda each: each[0])[1]
+
+
+def cut_of_build(build: Build, *, units: int, keys: int, clusters: Clusters) -> Cut:
+    """The cut for `units` units of work of `keys` keys each, by one build."""
+    return min(_timed(build, units, keys, clusters, uniform=False), key=lambda each: each[0])[1]
+
+
+def _timed(build: Build, units: int, keys: int, clusters: Clusters, uniform: bool) -> Iterator[tuple[float, Cut]]:
+    """The cuts that a build allows, with their predicted times."""
+    tiles = max(1, -(-keys // build.tile))
+    for cut in _cuts(build, units, tiles, clusters, uniform):
+        yield _time(cut, units, tiles, clusters), cut
 
 
 def _cuts(build: Build, units: int, tiles: int, clusters: Clusters, uniform: bool) -> Iterator[Cut]:

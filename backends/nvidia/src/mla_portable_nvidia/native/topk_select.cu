@@ -408,15 +408,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
         u32 least = LOWEST, top = HIGHEST;
         int count;
         scores += begin;
-#if __CUDA_ARCH__ >= 900
-        if (blocks > 1) cluster_arrive();  // s.count of the first block is 0
-#endif
         const int part = ((length + blocks - 1) / blocks + LINE - 1) / LINE * LINE;
         const int from = min(block * part, length), to = min(from + part, length);
         for (int i = threadIdx.x; i < min((to - from) / LINE, AHEAD); i += THREADS) prefetch(scores + from + i * LINE);
         least = guess(s, scores, length, topk);
 #if __CUDA_ARCH__ >= 900
-        if (blocks > 1) cluster_wait();
+        if (blocks > 1) {  // s.count of the first block is 0, and it has guessed: its candidates are where its samples were
+            cluster_arrive();
+            cluster_wait();
+        }
 #endif
         __syncthreads();
         collect(s, scores, from, to, least);
