@@ -215,9 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         barrier_init(shared + SPENT_AT + thread * 8, 8 * ARRIVALS);
         barrier_init(shared + READY_AT + thread * 8, 4 * ARRIVALS);
     }
-    if (thread == 0) {
-        at<u32>(smem, RISEN_AT) = at<u32>(smem, RISEN_AT + 4) = 0;
-    }
+    if (thread == 0) at<u32>(smem, RISEN_AT) = at<u32>(smem, RISEN_AT + 4) = 0;
     if (thread < HT) at<float>(smem, LEVEL_AT + thread * 4) = -1.0e30f;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     wait_for_kernel_in_front();
@@ -240,8 +238,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             if (++stage == STAGES) stage = 0, parity ^= 1;
             return to;
         };
-        // Behind the last copy these warps have nothing to do. They bring to L2 what the block reads first that takes the place of
-        // one like this: its q and the rows of its first steps. If another block does, this was in vain, no more.
+        // Behind the last copy these warps have nothing to do. They bring to L2 what the block one wave later reads first: its q and
+        // the rows of its first steps. Nothing depends on it, so a device whose waves are of another size only gains less.
         const auto bring_next = [&] {
             const Work later = own_work(whole_clusters, multiprocessors());
             if (later.unit >= clusters_launched() + whole_clusters * (blocks_of_cluster() - 1)) return;
