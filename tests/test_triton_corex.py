@@ -33,14 +33,20 @@ FLOAT8 = {"float8e4nv", "float8e5"}
 
 
 def breaches(source: str) -> list[str]:
-    """What Triton 2.1 would not accept (rules: docs/dev/iluvatar.md). A float8 type may stand behind `if ..NATIVE:`."""
+    """What Triton 2.1 would not accept (rules: docs/dev/iluvatar.md).
+
+    A float8 type may stand behind `if ..NATIVE:`, what the architecture of a GPU of NVIDIA has behind `if LETS_NEXT_START:`.
+    """
     found: list[str] = []
     tree = ast.parse(source)
-    native = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test).endswith("NATIVE")]
-    gated = {inner for gate in native for line in gate.body for inner in ast.walk(line)}
+    allowed: dict[ast.AST, set[str]] = {}
+    for gate in (node for node in ast.walk(tree) if isinstance(node, ast.If)):
+        test = ast.unparse(gate.test)
+        names = FLOAT8 if test.endswith("NATIVE") else {"extra"} if test == "LETS_NEXT_START" else set[str]()
+        allowed |= {inner: names for line in gate.body for inner in ast.walk(line)} if names else {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (name := re.fullmatch(r"tl\.(math\.)?(\w+)", ast.unparse(node))):
-            known = IN_MATH if name[1] else IN_TRITON_2_1 | (FLOAT8 if node in gated else set())
+            known = IN_MATH if name[1] else IN_TRITON_2_1 | allowed.get(node, set())
             found += [] if name[2] in known else [name[0]]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot" and (len(node.args) > 2 or node.keywords):
             found.append("tl.dot with more than two operands")

@@ -286,7 +286,8 @@ def test_few_heads_come_before_many_and_both_before_flashmla():
     offered = {each.name: each for each in bind.native_implementations() if each.primitive is SPARSE_DECODE}
     assert offered["nvidia.native"].preference < offered["nvidia.native_wide"].preference < 10
     needed = {name: each.support.min_shared_memory for name, each in offered.items()}
-    assert needed["nvidia.native"] < MANY.shared_bytes == needed["nvidia.native_wide"]
+    wide = [build for builds in BUILDS.values() for build in builds if build.kernel == MANY.kernel]
+    assert needed["nvidia.native"] < needed["nvidia.native_wide"] == max(build.shared_bytes for build in wide)
     for name, most in (("nvidia.native", 32), ("nvidia.native_wide", 128)):
         support = offered[name].support
         assert support.reasons(REQUEST.but(batch_invariant=True)) == ()

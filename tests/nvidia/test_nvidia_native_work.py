@@ -38,6 +38,7 @@ static int __ldg(const int* at) {
         if (at >= list[0] && at < list[1]) return *at;
     return -2;
 }
+#define READ_INDEX(at) __ldg(at)
 static int this_lane;
 static int __shfl_sync(u32, int value, int lane) { return lane == this_lane ? value : -9; }  // of each lane its own
 %s

@@ -31,6 +31,7 @@ typedef long long i64;
 #define SLOTS (CANDIDATES / THREADS)  // candidates of a thread
 #define WARPS (THREADS / 32)
 #define LINE 32                   // scores of 128 bytes
+#define CLUSTERS (__CUDA_ARCH__ >= 900 && BLOCKS_PER_SM == 1)  // where rows are many each has one block
 #define AHEAD 512                 // lines that a block asks for before it samples
 #define LOWEST 0x00800000u        // the key of the smallest finite score
 #define HIGHEST 0xff800000u       // of +inf
@@ -252,7 +253,7 @@ __device__ __noinline__ void collect_in_tiles(Shared& s, const float* scores, in
     }
 }
 
-#if __CUDA_ARCH__ >= 900
+#if CLUSTERS
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 template <typename T>
@@ -412,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
         const int from = min(block * part, length), to = min(from + part, length);
         for (int i = threadIdx.x; i < min((to - from) / LINE, AHEAD); i += THREADS) prefetch(scores + from + i * LINE);
         least = guess(s, scores, length, topk);
-#if __CUDA_ARCH__ >= 900
+#if CLUSTERS
         if (blocks > 1) {  // s.count of the first block is 0, and it has guessed: its candidates are where its samples were
             cluster_arrive();
             cluster_wait();
@@ -421,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
         __syncthreads();
         collect(s, scores, from, to, least);
         __syncthreads();
-#if __CUDA_ARCH__ >= 900
+#if CLUSTERS
         if (blocks > 1) {
             if (block > 0) hand_over(s);
             cluster_arrive();

@@ -37,7 +37,7 @@ _LET_NEXT_START: Final = frozenset({"sm90", "sm100", "sm103", "sm120", "sm121"})
 
 def lets_next_start(arch: str) -> bool:
     """The kernel may say there that the next one may begin: the architecture can, and so can Triton, from 3.4 on."""
-    return arch in _LET_NEXT_START and hasattr(getattr(tl.extra, "cuda", None), "gdc_launch_dependents")
+    return arch in _LET_NEXT_START and hasattr(getattr(getattr(tl, "extra", None), "cuda", None), "gdc_launch_dependents")
 
 
 # the strides of the index rows follow from K, which a model fixes; what a batch changes is not specialised on
