@@ -196,6 +196,7 @@ class Library:
         if topk_length is not None:
             need(topk_length.dtype == torch.int32 and tuple(topk_length.shape) == (tokens,), "topk_length")
             need(bool(((topk_length >= 0) & (topk_length <= topk)).all()), "a topk_length out of range")
+            need(topk_length.stride(0) == 1, "topk_length must have contiguous last dimension")
             self.lengths += 1
         if out is not None:
             need(out.dtype == torch.bfloat16 and tuple(out.shape) == (tokens, heads, 512) and out.is_contiguous(), "out")

@@ -55,9 +55,10 @@ def decode(request: Request, q, kv, indices, lengths=None, out=None, **options):
 BOTH = pytest.mark.parametrize(("call", "features"), [(prefill, PREFILL), (decode, DECODE)], ids=["prefill", "decode"])
 
 
-def check(call, features, heads, *, given=True, sink=None, **more):
+def check(call, features, heads, *, given=True, sink=None, apart=1, **more):
     request = Request(device=FACTS["sm90"], num_heads=heads, lengths=True, attn_sink=sink is not None, **(features | more))
     q, kv, indices, lengths = problem(heads)
+    lengths = lengths.repeat_interleave(apart)[::apart]
     out = torch.full((6, heads, 512), math.nan, dtype=torch.bfloat16)
     options = {"lengths": lengths, "attn_sink": sink} | ({"out": out} if given else {})
     got, lse = call(request, q, kv, indices, **options)
@@ -67,6 +68,13 @@ def check(call, features, heads, *, given=True, sink=None, **more):
     if given:
         torch.testing.assert_close(out, got)
     return lse
+
+
+@BOTH
+def test_promised_lengths_that_lie_apart_are_gathered(call, features):
+    with installed("vllm 0.26") as library:
+        check(call, features, 64, apart=2, clean_lengths=True)
+        assert library.lengths
 
 
 @BOTH

@@ -99,8 +99,8 @@ class FlashMLAPrefill:
             assert out is not None
             return out.zero_(), lse_out.fill_(-math.inf)
         kv = kv.unsqueeze(1)
-        if lengths is not None and self._clamps and self._kernel.takes_lengths:
-            lengths = lengths.clamp(0, topk)
+        if lengths is not None and self._kernel.takes_lengths:  # which reads them as contiguous
+            lengths = lengths.clamp(0, topk) if self._clamps else lengths.contiguous()
         indices = indices.unsqueeze(1)
         if whole:
             return self._attend(aligned(q), kv, indices, softmax_scale, lengths, attn_sink, out, lse_out), lse_out
