@@ -73,9 +73,8 @@ def update_pools(kernel: Kernel, call: dict[str, Any]) -> None:
     column = (pool // rows * size).clamp(max=call["BLOCK_TABLE_COLS"] - 1)
     page = call["block_tables_ptr"][:count].gather(1, column.unsqueeze(1)).squeeze(1).long() // size
     keys, _ = e4m3_stores.key_rows(pool, width)
-    scales = torch.zeros(
-        (count, width // 4), dtype=torch.float32, device=keys.device
-    )  # a page of a row: 128 elements, 32 words
+    # for pages of one row: 128 elements, 32 words
+    scales = torch.zeros((count, width // 4), dtype=torch.float32, device=keys.device)
     table = torch.arange(count, dtype=torch.int64, device=keys.device) * size
     own = {"buf_fp8_ptr": keys, "buf_fp32_ptr": scales, "block_tables_ptr": table}
     own |= {"block_tables_stride_0": 1, "block_tables_stride_1": 0}
