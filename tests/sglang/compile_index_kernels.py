@@ -9,16 +9,15 @@ Prints a line for each kernel and type: `cubin`, or why it does not compile.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from engine_kernels import load_file, tell_what_compiles
 
 ROWS, POOL = 64, 4
 SIZES = {
@@ -69,13 +68,8 @@ QUANTISES = "_act_quant_kernel"
 
 
 @cache
-def load(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"of_sglang_{len(sys.modules)}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def load(path: str) -> ModuleType:
+    return load_file(f"of_sglang_{len(sys.modules)}", path)
 
 
 class OfSGLang(ModuleType):
@@ -108,14 +102,7 @@ def main() -> None:
         if name not in (QUANTISES, MOVES) and "N" in kernel.arg_names:
             sizes["N"] = SIZES["N"]
         for stored in ("fp8e4nv", *(("u8",) if name == MOVES else ("bf16", "fp32") if name == QUANTISES else ("bf16",))):
-            signature = {each: "constexpr" if each in sizes else "i32" for each in kernel.arg_names}
-            signature |= {each: f"*{POINTERS.get(each, stored)}" for each in kernel.arg_names if each.endswith("_ptr")}
-            try:
-                made = triton.compile(ASTSource(kernel, signature, constexprs=sizes), target=GPUTarget("cuda", 80, 32)).asm
-                said = "cubin" if "cubin" in made else "nothing"
-            except Exception as error:
-                said = " ".join(f"{error} {error.__cause__ or ''}".split())[:2000]
-            sys.stdout.write(f"{name} {stored} {said}\n")
+            tell_what_compiles(name, kernel, stored, POINTERS, sizes)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,16 @@ Prints a line for each kernel and type: `cubin`, or why it does not compile.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from engine_kernels import load_file, tell_what_compiles
 
 ROWS = 64
 SIZES = {
@@ -54,7 +55,7 @@ POINTERS = {
 KERNELS = ("_fwht_quant_kernel", "_kpool_softmax_rotate_write_cache_kernel", "_kpool_decode_update_batched_kernel")
 
 
-def load(path: str) -> Any:
+def load(path: str) -> ModuleType:
     """The module, with Triton itself and helpers of formats that are not compiled here for what it imports of vLLM."""
     found = {
         "vllm.triton_utils": {"tl": tl, "triton": triton},
@@ -66,12 +67,7 @@ def load(path: str) -> Any:
             package = ".".join(name.split(".")[:end])
             sys.modules.setdefault(package, ModuleType(package)).__path__ = []
         vars(sys.modules[name]).update(names)
-    spec = importlib.util.spec_from_file_location("kpool_compress_of_vllm", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_file("kpool_compress_of_vllm", path)
 
 
 def main() -> None:
@@ -79,16 +75,8 @@ def main() -> None:
     for name in KERNELS:
         kernel = getattr(module, name)
         for stored in ("bf16", "fp8e4nv"):
-            constants = {each: SIZES[each] for each in kernel.arg_names if each in SIZES}
-            signature = {each: "constexpr" if each in SIZES else "i32" for each in kernel.arg_names}
-            signature |= {each: f"*{POINTERS.get(each, stored)}" for each in kernel.arg_names if each.endswith("_ptr")}
-            source = ASTSource(kernel, signature, constexprs=constants)
-            try:
-                made = triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm
-                said = "cubin" if "cubin" in made else "nothing"
-            except Exception as error:
-                said = " ".join(f"{error} {error.__cause__ or ''}".split())[:2000]
-            sys.stdout.write(f"{name} {stored} {said}\n")
+            sizes = {each: SIZES[each] for each in kernel.arg_names if each in SIZES}
+            tell_what_compiles(name, kernel, stored, POINTERS, sizes)
 
 
 if __name__ == "__main__":
