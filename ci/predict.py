@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import triton
-
 from mla_portable.capability.profiles import Facts, Profile, all_profiles
 from mla_portable.layouts import LAYOUTS
 from mla_portable_nvidia.compile_all import cuobjdump
@@ -30,9 +28,7 @@ _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);
 FMA = ("FMUL", "FADD", "FFMA")
 HALF = ("HMUL2", "HFMA2", "HADD2")
 MULTIPLY = ("IMAD", "UIMAD")
-ALU = (
-    *("LOP3", "SHF", "PRMT", "ISETP", "IADD3", "SEL", "LEA", "FMNMX", "IMNMX", "FSETP", "FSEL", "PLOP3", "F2FP", "MOV", "VOTE"),
-)
+ALU = ("LOP3", "SHF", "PRMT", "ISETP", "IADD3", "SEL", "LEA", "FMNMX", "IMNMX", "FSETP", "FSEL", "PLOP3", "F2FP", "MOV", "VOTE")
 SHARED_UNITS = {"sm80": 164, "sm86": 100, "sm89": 100, "sm90": 228}
 """KiB of a multiprocessor, of which the driver keeps 1 for each block. CUDA C++ Programming Guide, "Compute Capabilities"."""
 A40 = Facts(num_sms=84, memory_tb_per_s=0.696, bf16_tflops=149.7, clock_ghz=1.74)
@@ -161,25 +157,13 @@ def triton_loops(arch: str) -> Iterator[Loop]:
         "masked_prefill": (r"-selection$", "BLOCK_M", "BLOCK_N"),
         "indexer_logits": (r"-(decode|prefill)-(fp8|bf16)$", "BLOCK_H", "BLOCK_N"),
     }
-    kept: list[bytes] = []
-    compiler = triton.compile
-
-    def compiling(*given, **options):
-        made = compiler(*given, **options)
-        kept.append(made.asm["cubin"])
-        return made
-
-    triton.compile = compiling
-    try:
-        for module in compile_all.kernel_modules():
-            pattern, tall, wide = wanted.get(module.__name__.rpartition(".")[2], ("$^", "", ""))
-            for variant in compile_all.variants_of(module, arch):
-                if re.search(pattern, variant.label):
-                    made, constants = aot.compile_variant(variant, arch), variant.constexprs
-                    sizes = constants[tall], constants[wide], variant.num_warps, made.shared
-                    yield loop_of(variant.label, arch, kept[-1], *sizes)
-    finally:
-        triton.compile = compiler
+    for module in compile_all.kernel_modules():
+        pattern, tall, wide = wanted.get(module.__name__.rpartition(".")[2], ("$^", "", ""))
+        for variant in compile_all.variants_of(module, arch):
+            if re.search(pattern, variant.label):
+                made, constants = aot.compiled(variant, arch), variant.constexprs
+                sizes = constants[tall], constants[wide], variant.num_warps, made.metadata.shared
+                yield loop_of(variant.label, arch, made.asm["cubin"], *sizes)
 
 
 def native_loops(arch: str) -> Iterator[Loop]:
@@ -261,7 +245,11 @@ def main() -> None:
             held = each.registers, f"{each.shared:,}", each.programs()
             print("|", " | ".join(map(str, (each.name, step, each.warps, *held, *counts))), "|", flush=True)
         attention = [each for each in loops if each.name.startswith("sparse")]
-        measured = {"h200, this code": replace_tflops(profiles["h200"].facts)} if arch == "sm80" else {}
+        measured = (
+            {"h200, this code": profiles["h200"].facts.model_copy(update={"bf16_tflops": MMA_SYNC_H200})}
+            if arch == "sm80"
+            else {}
+        )
         for slug, facts in (devices(arch, profiles) | measured).items():
             print(f"\n### {slug}: predicted us, longest part / expected, and what is longest\n")
             print("| kernel | heads | decode 1 row | 16 | 64 | 128 | prefill 1,024 |\n|" + "---|" * 7)
@@ -273,10 +261,6 @@ def main() -> None:
             print("\n| kernel | us |\n|---|---|")
             for cells in others(loops, facts):
                 print("|", " | ".join(cells), "|", flush=True)
-
-
-def replace_tflops(facts: Facts) -> Facts:
-    return facts.model_copy(update={"bf16_tflops": MMA_SYNC_H200})
 
 
 def serving(loops: list[Loop], heads: int) -> list[Loop]:

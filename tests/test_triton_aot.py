@@ -203,20 +203,13 @@ for arch, native in (("gfx950", True), ("sm80", False)):
 def test_convert_indices_lets_the_next_kernel_start_where_the_architecture_can(tmp_path: Path) -> None:
     """Before it reads anything: who starts by that waits for its end."""
     script = """
-import triton
 from mla_portable_triton import aot
 from mla_portable_triton.kernels import convert_indices
 
-compile = triton.compile
-def kept(*arguments, **named):
-    compiled.append(compile(*arguments, **named))
-    return compiled[-1]
-triton.compile, compiled = kept, []
-for arch in ("sm80", "sm90", "sm120"):
-    aot.compile_variant(convert_indices.aot_variants(arch)[0], arch)
-for each, lets in zip(compiled, (False, True, True), strict=True):
-    before, *behind = each.asm["ptx"].split("griddepcontrol.launch_dependents")
-    assert len(behind) == lets and "griddepcontrol.wait" not in each.asm["ptx"]
+for arch, lets in {"sm80": False, "sm90": True, "sm120": True}.items():
+    ptx = aot.compiled(convert_indices.aot_variants(arch)[0], arch).asm["ptx"]
+    before, *behind = ptx.split("griddepcontrol.launch_dependents")
+    assert len(behind) == lets and "griddepcontrol.wait" not in ptx
     assert not lets or "ld.global" not in before
 assert not convert_indices.lets_next_start("gfx942")
 """

@@ -90,8 +90,8 @@ def variant(
     return AotVariant(kernel, types | dict.fromkeys(sizes, "i32"), constexprs, num_warps, num_stages, label, max_registers)
 
 
-def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
-    """Compile `variant` for `arch`, one of TARGETS. Raises what Triton raises when it does not compile."""
+def compiled(variant: AotVariant, arch: str) -> Any:
+    """What Triton makes of `variant` for `arch`, one of TARGETS. Raises what Triton raises when it does not compile."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -113,16 +113,21 @@ def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     if variant.max_registers:
         options["maxnreg"] = variant.max_registers
-    compiled = triton.compile(source, target=target, options=options)
-    registers, spilled = (_cuda_usage if target.backend == "cuda" else _hip_usage)(compiled.asm)
+    return triton.compile(source, target=target, options=options)
+
+
+def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
+    """What there is to say of `compiled`."""
+    made = compiled(variant, arch)
+    registers, spilled = (_cuda_usage if TARGETS[arch][0] == "cuda" else _hip_usage)(made.asm)
     return CompiledSummary(
         label=variant.label,
         arch=arch,
-        shared=compiled.metadata.shared,
-        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        shared=made.metadata.shared,
+        tensor_memory=getattr(made.metadata, "tmem_size", None) or 0,
         registers=registers,
         spilled=spilled,
-        asm=tuple(compiled.asm),
+        asm=tuple(made.asm),
     )
 
 
