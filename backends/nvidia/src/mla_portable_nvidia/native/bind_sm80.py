@@ -40,9 +40,14 @@ def _program(request: Request) -> ProgramShape:
 
 
 def _builds(request: Request) -> tuple[Sm80Build, ...]:
-    whole = request.primitive is SPARSE_PREFILL
-    given = {"whole": whole, "lists": lists_of(request), "shared_memory": request.device.shared_memory}
-    return builds(request.device.arch, rows_of_request(request), request.num_heads, **given)
+    return builds(
+        request.device.arch,
+        rows_of_request(request),
+        request.num_heads,
+        whole=request.primitive is SPARSE_PREFILL,
+        lists=lists_of(request),
+        shared_memory=request.device.shared_memory,
+    )
 
 
 def _own_splits(request: Request, rows: int, num_heads: int, topk: int, extra_topk: int, shape: ProgramShape) -> int:

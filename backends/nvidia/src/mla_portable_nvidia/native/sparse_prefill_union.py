@@ -195,8 +195,8 @@ class NativeUnion:
         for first in range(0, num_tokens, most):
             part = slice(first, first + most)
             of_part = None if lengths is None else lengths[part]
-            given = (query[part], kv, indices[part], of_part, to[part], lse_to[part])
-            self._attend(*given, attn_sink, lists, counts, softmax_scale)
+            of = Tensors(query[part], kv, indices[part], to[part], lse_to[part], of_part)
+            self._attend(of, attn_sink, lists, counts, softmax_scale)
         return (
             to if to is out else out.copy_(to),
             lse_to if lse_to is lse_out else lse_out.copy_(lse_to),
@@ -213,42 +213,22 @@ class NativeUnion:
             expected = f"{self._heads} heads of {self._width}, for which it was bound"
             raise InvalidArgument(NAME, "q", got=f"{q.shape[1]} heads of {q.shape[2]}", expected=expected)
 
-    def _attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        lengths: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        attn_sink: Tensor | None,
-        lists: Tensor,
-        counts: Tensor,
-        softmax_scale: float,
-    ) -> None:
-        """Both launches, prepared for the first call of these shapes and strides."""
+    def _attend(self, of: Tensors, attn_sink: Tensor | None, lists: Tensor, counts: Tensor, softmax_scale: float) -> None:
+        """Both launches, prepared for the first call of these shapes and strides. of: tokens, [T, ...]."""
+        q, kv, indices, out, lse, lengths, *_ = of
         of_lengths = None if lengths is None else lengths.stride()
         shapes = (q.shape, q.stride(), kv.shape, kv.stride(), indices.shape, indices.stride(), of_lengths)
         key = (shapes, out.stride(), lse.stride(), lists.stride(), q.get_device())
         launches = self._launches.get(key)
         if launches is None:
-            launches = self._launches[key] = self._prepared(q, kv, indices, lengths, out, lse, lists, counts)
+            launches = self._launches[key] = self._prepared(of, lists, counts)
         launches.unite(lists.data_ptr(), counts.data_ptr(), indices.data_ptr(), 0 if lengths is None else lengths.data_ptr())
         sink = 0 if attn_sink is None else attn_sink.data_ptr()
         results, inputs = (out.data_ptr(), lse.data_ptr()), (q.data_ptr(), kv.data_ptr(), lists.data_ptr(), counts.data_ptr())
         launches.attend(*results, *inputs, sink, 0, 0, 0, softmax_scale * LOG2_E)
 
-    def _prepared(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        lengths: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        lists: Tensor,
-        counts: Tensor,
-    ) -> _Prepared:
+    def _prepared(self, of: Tensors, lists: Tensor, counts: Tensor) -> _Prepared:
+        q, kv, indices, out, lse, lengths, *_ = of
         num_tokens, topk = indices.shape
         units, index = -(-num_tokens // self._build.sharers), q.get_device()
         num_slots = kv.shape[0] * kv.shape[1]
@@ -257,10 +237,10 @@ class NativeUnion:
         kernel = self._on(index)
         cut = cut_of_build(self._build, units=units, keys=int(_EXPECTED * topk), clusters=partial(self._held, kernel))
         of_units = (lists[:units].unsqueeze(1), counts[:units].unsqueeze(1))
-        of = Tensors(_as_one_row(q), kv, of_units[0], _as_one_row(out), _as_one_row(lse), of_units[1])
+        united = Tensors(_as_one_row(q), kv, of_units[0], _as_one_row(out), _as_one_row(lse), of_units[1])
         return _Prepared(
             self._unite_on(index).prepare((units, 1), 1, *fixed),
-            prepare(kernel, self._build, of, cluster=cut.cluster, whole=cut.whole),
+            prepare(kernel, self._build, united, cluster=cut.cluster, whole=cut.whole),
         )
 
     def _held(self, kernel: Kernel, build: Build, size: int) -> int:
