@@ -119,7 +119,8 @@ def test_tokens_over_keys_of_each_head_are_counted(kit: Any):
 
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
-    several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.rank_flash(), *kit.jobs.other_models()]
+    several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.rank_long(), *kit.jobs.rank_flash()]
+    several += kit.jobs.other_models()
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -265,7 +266,7 @@ def test_nobody_measures_while_an_engine_starts(kit: Any, tmp_path: Path):
 def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
-    names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "rank_flash", "other_models")
+    names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "rank_long", "rank_flash", "other_models")
     lists = [getattr(kit.jobs, each) for each in names]
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
@@ -450,6 +451,34 @@ def test_a_rank_has_the_weights_of_one_of_eight_gpus(kit: Any, tmp_path: Path):
         layers = config["num_hidden_layers"]
         weights = 2 * (layers * attention + (layers - config["first_k_dense_replace"]) * experts)
         assert layers == 61 and 78e9 < weights < 95e9, "beside 12 GiB of cache on 141 GB"
+
+
+def test_a_rank_with_long_contexts_is_the_same_model_for_longer_sequences(kit: Any, tmp_path: Path):
+    plugin, stock = kit.jobs.rank_long()
+    assert (plugin.who, stock.who, plugin.options, plugin.arguments) == ("plugin", "stock", stock.options, stock.arguments)
+    configs: list[dict[str, Any]] = []
+    for name in (plugin.model, "rank16"):
+        kit.checkpoint.write_model(tmp_path, name)
+        configs.append(json.loads((tmp_path / name / "config.json").read_text()))
+    longer, shorter = configs
+    assert {key for key in longer if longer[key] != shorter[key]} == {"max_position_embeddings", "rope_scaling"}
+    assert longer["rope_scaling"]["factor"] == 16 and shorter["rope_scaling"]["factor"] == 4
+    longest = max(length for _, length in plugin.options["first"])
+    assert longest == 64_000 < plugin.arguments["max_model_len"] == longer["max_position_embeddings"]
+    cached = max(each["batch"] * (each["prompt"] + each["tokens"]) for each in plugin.options["decodes"])
+    assert cached * 61 * (656 + 132) < plugin.arguments["kv_cache_memory_bytes"], "of keys, and of the indexer's"
+
+
+def test_a_step_that_the_host_bounds_informs(kit: Any):
+    """Its time differs by half between cores and runs."""
+    ran = run_of(kit, "rank16-plugin", **rank_result(296.0)) | run_of(kit, "rank16-stock", **rank_result(195.0))
+    for done in ran.values():
+        done.result["first"] = {kit.judge.HOST_BOUND: done.result["first"]["8 x 1000"], **done.result["first"]}
+    lines = [line for line in kit.judge.rank(ran) if line.found.startswith("first token") and line.name == "rank16-plugin"]
+    assert [line.passed for line in lines[:2]] == [None, False]
+    assert kit.judge.HOST_BOUND in {
+        f"{count} x {length}" for job in kit.jobs.rank() for count, length in job.options["profiled"]
+    }
 
 
 def test_a_rank_of_glm_flash_has_the_weights_of_one_of_four_gpus(kit: Any, tmp_path: Path):

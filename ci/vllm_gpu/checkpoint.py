@@ -179,14 +179,19 @@ _RANK_EXPERTS: Final = {16: 16, 128: 10}
 eight times as large, 10 leave the same room."""
 
 
-def write_rank_config(folder: Path, heads: int) -> None:
+_RANK_POSITIONS: Final = {"rank": 16_384, "ranklong": 65_536}
+"""By the kind of model."""
+
+
+def write_rank_config(folder: Path, heads: int, positions: int) -> None:
     """The configuration, without weights, of what one of eight GPUs holds of DeepSeek-V3.2.
 
     With 16 heads attention is split by tensor parallelism, with 128 each GPU has requests of its own (data parallelism). All 61
     layers of the real widths, about 94 GB in BF16. One expert serves each token, and the dense layers are an eighth wide.
+    positions: the longest sequence, a multiple of 4,096.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    scaling = {**_config(heads)["rope_scaling"], "factor": 4, "original_max_position_embeddings": 4096}
+    scaling = {**_config(heads)["rope_scaling"], "factor": positions // 4096, "original_max_position_embeddings": 4096}
     config = _config(heads) | {
         "num_hidden_layers": 61,
         "hidden_size": 7168,
@@ -197,7 +202,7 @@ def write_rank_config(folder: Path, heads: int) -> None:
         "n_routed_experts": _RANK_EXPERTS[heads],
         "num_experts_per_tok": 1,
         "vocab_size": 16_384,
-        "max_position_embeddings": 16_384,
+        "max_position_embeddings": positions,
         "rope_scaling": scaling,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -215,8 +220,8 @@ def write_model(folder: Path, name: str) -> None:
     """Write the checkpoint `name` below a folder: `dense`, or what it is and its heads.
 
     heads16: a small model. drafts16: with a layer that drafts. rank16: one GPU's share of the whole model, without weights.
-    nope16, sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4 (`other_models`). rankflash16: as rank16, of the
-    first of them.
+    ranklong16: the same for longer sequences. nope16, sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4
+    (`other_models`). rankflash16: as rank16, of the first of them.
     """
     import other_models
 
@@ -224,8 +229,8 @@ def write_model(folder: Path, name: str) -> None:
     heads, to = name.removeprefix(kind), folder / name
     if kind == "dense":
         write_dense_config(to)
-    elif kind == "rank":
-        write_rank_config(to, int(heads))
+    elif kind in _RANK_POSITIONS:
+        write_rank_config(to, int(heads), _RANK_POSITIONS[kind])
     elif kind == "rankflash":
         to.mkdir(parents=True, exist_ok=True)
         (to / "config.json").write_text(json.dumps(other_models.glm_rank_config(int(heads)), indent=1))

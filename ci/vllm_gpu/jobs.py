@@ -293,6 +293,13 @@ def rank() -> list[Job]:
     return [job for heads in RANK_HEADS for job in _ranks(f"rank{heads}", heads, "fp8_ds_mla", "stock", _RANK)]
 
 
+def rank_long() -> list[Job]:
+    """The same with 16 heads behind 64,000 tokens, eight steps of prompts; decodes have a context of 60,000."""
+    decodes = [{"batch": batch, "prompt": 60_000, "tokens": 200} for batch in (1, 4)]
+    options = {"first": ((1, 16_000), (1, 64_000)), "profiled": (), "decodes": decodes}
+    return _ranks("ranklong16", 16, "fp8_ds_mla", "stock", {**_RANK, "max_model_len": 65_536}, **options)
+
+
 def rank_flash() -> list[Job]:
     """One GPU's share of GLM-5.3-Flash on four (vLLM 0.30 and later), 45 layers of which 11 are sparse MLA, BF16 cache.
 
@@ -311,11 +318,12 @@ _RANK: Final[dict[str, Any]] = {
 }
 
 
-def _ranks(model: str, heads: int, kv: str, stock: str, arguments: dict[str, Any]) -> list[Job]:
-    """A prompt of 16,000 tokens takes two steps, all others one. Decodes have a context of 3,000 tokens."""
+def _ranks(model: str, heads: int, kv: str, stock: str, arguments: dict[str, Any], **others: Any) -> list[Job]:
+    """A prompt of 16,000 tokens takes two steps, all others one. Decodes have a context of 3,000 tokens. others: options."""
     first = ((16, 128), (8, 1000), (4, 2000), (2, 4000), (1, 8000), (1, 16_000))
     decodes = [{"batch": batch, "prompt": 3000, "tokens": 200} for batch in (1, 16, 64)]
-    options = {"by_default": True, "first": first, "profiled": ((1, 8000), (4, 2000)), "decodes": decodes, "model": model}
+    profiled = ((16, 128), (1, 8000), (4, 2000))
+    options = {"by_default": True, "first": first, "profiled": profiled, "decodes": decodes, "model": model, **others}
     more: dict[str, Any] = {"heads": heads, "mode": "graphs", "arguments": arguments, "seconds": 240, "options": options}
     return [Job(f"{model}-{role}", "rank", who, kv, **more) for role, who in (("plugin", "plugin"), ("stock", stock))]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
-    ci/gpu_vllm [FOLDER] [--indexer | --other-models | --features | --load | --prompts | --rank | --rank-flash |
+    ci/gpu_vllm [FOLDER] [--indexer | --other-models | --features | --load | --prompts | --rank | --rank-long | --rank-flash |
                 --tensor-parallel | --context-parallel GPUS]
                 [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--commit COMMIT]]
 
@@ -37,6 +37,7 @@ from jobs import (
     prompts,
     rank,
     rank_flash,
+    rank_long,
     tensor_parallel,
 )
 from judge import Done
@@ -138,6 +139,7 @@ def main(words: Sequence[str] | None = None) -> int:
         action="store_true",
         help="one GPU's share of the whole model (94 GB) beside stock by default; --only rank16 or rank128 for one head count",
     )
+    other.add_argument("--rank-long", action="store_true", help="the same with 64,000 tokens of context, 16 heads")
     other.add_argument("--rank-flash", action="store_true", help="the same of GLM-5.3-Flash (86 GB), from 0.30 on")
     other.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
     other.add_argument(
@@ -166,6 +168,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "load": (load, judge.load),
         "prompts": (prompts, judge.prompts),
         "rank": (rank, judge.rank),
+        "rank_long": (rank_long, judge.rank),
         "rank_flash": (rank_flash, judge.rank),
         "agreement": (agreement, lambda done: judge.agreement(done, todo, out)),
     }
@@ -179,7 +182,7 @@ def main(words: Sequence[str] | None = None) -> int:
         checkpoint.write_model(checkpoints, model)
 
     parallel = len(todo) if asked in ("load", "prompts") else args.parallel  # what is timed takes turns
-    if asked in ("rank", "rank_flash"):
+    if asked.startswith("rank"):
         parallel = 1  # a GPU holds one
     ran = run(todo, out, checkpoints, parallel=parallel, end=end)
     lines = list(judged(ran))
@@ -193,7 +196,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"\n{text}", flush=True)
     if args.record:
         suite = asked.replace("_", " ") + (f" {args.context_parallel}" if args.context_parallel else "")
-        model = ", GLM-5.3-Flash" if asked == "rank_flash" else ""
+        model = {"rank_flash": ", GLM-5.3-Flash", "rank_long": ", long contexts"}.get(asked, "")
         times = rank_times(ran, f"vllm {metadata.version('vllm')}{model}")
         record(args.record, f"{suite}, only {args.only}" if args.only else suite, lines, times, args.commit)
     return int(bool(failed or left_out))
