@@ -7,13 +7,16 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.resources import files
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from mla_portable_nvidia.native.driver import Kernel, Module
 from mla_portable_nvidia.native.images import compile_kept
 from mla_portable_nvidia.native.nvrtc import compile_cubin
 
-__all__ = ["KernelBuild", "compile_build", "load"]
+__all__ = ["BLOCK_RESERVE", "KernelBuild", "compile_build", "load"]
+
+BLOCK_RESERVE: Final = 1024
+"""Bytes of shared memory that the driver keeps of each block; what one block may ask for is a multiprocessor's less these."""
 
 
 class KernelBuild(ABC):
