@@ -4,7 +4,8 @@
 A block of the kernel for many heads has 64. With 8 to 32 heads a token, those of several neighbouring tokens fill it: the block
 reads every row that one of them chose once, and a row scores -inf for the tokens that did not choose it. The first launch makes
 the unions, the second attends. The time of a block follows the size of its union, so it depends on the selections whether this
-is faster. It is never chosen automatically; `docs/dev/nvidia-kernels.md` says from which overlap on it pays.
+is faster. A row with NaN or an infinity makes NaN of all tokens of a block, which multiply the same values, by 0 if it is not
+theirs. So it is never chosen automatically; `docs/dev/nvidia-kernels.md` says from which overlap on it pays.
 """
 
 from __future__ import annotations
