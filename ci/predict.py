@@ -21,7 +21,7 @@ from mla_portable.capability.profiles import Facts, Profile, all_profiles
 from mla_portable.layouts import LAYOUTS
 from mla_portable_nvidia.compile_all import cuobjdump
 from mla_portable_nvidia.native import sparse_decode_sm80
-from mla_portable_nvidia.native.build import BLOCK_RESERVE, compile_build
+from mla_portable_nvidia.native.build import BLOCK_RESERVE, SM_SHARED_MEMORY, compile_build
 from mla_portable_triton import aot, compile_all
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
@@ -68,7 +68,7 @@ class Loop:
 
     def programs(self) -> int:
         """Of a multiprocessor."""
-        room = sparse_decode_sm80.SM_SHARED_MEMORY[self.arch]
+        room = SM_SHARED_MEMORY[self.arch]
         by_registers = 65_536 // (-(-self.registers // 8) * 8 * 32 * self.warps)
         return max(1, min(room // (self.shared + BLOCK_RESERVE), by_registers, 64 // self.warps))
 

@@ -16,7 +16,7 @@ import torch
 
 from mla_portable.contracts import ProgramShape
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK, LAYOUTS
-from mla_portable_nvidia.native.build import BLOCK_RESERVE, KernelBuild
+from mla_portable_nvidia.native.build import BLOCK_RESERVE, SM_SHARED_MEMORY, KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
 from mla_portable_nvidia.native.sparse_decode import (
     ATTENTION_HEADERS,
@@ -34,7 +34,6 @@ __all__ = [
     "BUILDS",
     "MERGES",
     "SHARED_MEMORY",
-    "SM_SHARED_MEMORY",
     "LargeSm80Build",
     "MergeBuild",
     "PairSm80Build",
@@ -50,8 +49,6 @@ _ARCHS: Final = MappingProxyType(
 )  # code for 10.0 runs on 10.3
 SHARED_MEMORY: Final = 99 << 10
 """Bytes of a thread block that builds for all of these architectures keep within: what the least of them allows."""
-SM_SHARED_MEMORY: Final = dict.fromkeys(_ARCHS, 100 << 10) | {"sm80": 164 << 10} | dict.fromkeys(("sm100", "sm103"), 228 << 10)
-"""Bytes of a multiprocessor. CUDA C++ Programming Guide, "Compute Capabilities"."""
 _LEAST: Final = 64
 """Keys of a split, where a row has as many."""
 
