@@ -235,7 +235,7 @@ def test_bad_calls_are_refused_before_any_launch(bound):
     q, indices = torch.zeros(4, 16, 576).bfloat16(), torch.zeros(4, 8, dtype=torch.int32)
     for arguments, match in (
         ((q[:, :8], kv, indices), "8 heads of 576"),
-        ((q, kv[..., :528], indices), "rows of 528"),
+        ((q, kv[..., :528], indices), "native_union: kv: .*rows of 528"),
         ((q, kv, torch.zeros(4, 2049, dtype=torch.int32)), "2049 entries of a token"),
         ((q, kv[:1, :1].expand(1 << 14, 1 << 14, 656), indices), "268435456 slots"),
     ):

@@ -205,7 +205,7 @@ class NativeUnion:
 
     def _check(self, q: Tensor, kv: Tensor, topk: int) -> None:
         """The call is one of those that were bound, and of a cache whose slots an index can name. Raises: InvalidArgument."""
-        check_cache(kv, self._kv_layout)
+        check_cache(NAME, "kv", kv, self._kv_layout)
         for name, got, most in (("indices", topk, MOST_ENTRIES), ("kv", kv.shape[0] * kv.shape[1], _MOST_SLOTS)):
             if got > most:
                 what = "entries of a token" if name == "indices" else "slots"
