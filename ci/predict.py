@@ -21,7 +21,7 @@ from mla_portable.capability.profiles import Facts, Profile, all_profiles
 from mla_portable.layouts import LAYOUTS
 from mla_portable_nvidia.compile_all import cuobjdump
 from mla_portable_nvidia.native import sparse_decode_sm80
-from mla_portable_nvidia.native.build import compile_build
+from mla_portable_nvidia.native.build import BLOCK_RESERVE, SM_SHARED_MEMORY, compile_build
 from mla_portable_triton import aot, compile_all
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
@@ -29,8 +29,6 @@ FMA = ("FMUL", "FADD", "FFMA")
 HALF = ("HMUL2", "HFMA2", "HADD2")
 MULTIPLY = ("IMAD", "UIMAD")
 ALU = ("LOP3", "SHF", "PRMT", "ISETP", "IADD3", "SEL", "LEA", "FMNMX", "IMNMX", "FSETP", "FSEL", "PLOP3", "F2FP", "MOV", "VOTE")
-SHARED_UNITS = {"sm80": 164, "sm86": 100, "sm89": 100, "sm90": 228}
-"""KiB of a multiprocessor, of which the driver keeps 1 for each block. CUDA C++ Programming Guide, "Compute Capabilities"."""
 A40 = Facts(num_sms=84, memory_tb_per_s=0.696, bf16_tflops=149.7, clock_ghz=1.74)
 """NVIDIA A40 datasheet: 10,752 CUDA cores, 696 GB/s, 149.7 dense; boost clock 1,740 MHz."""
 MMA_SYNC_H200 = 585.0
@@ -70,9 +68,9 @@ class Loop:
 
     def programs(self) -> int:
         """Of a multiprocessor."""
-        room = SHARED_UNITS[self.arch] << 10
+        room = SM_SHARED_MEMORY[self.arch]
         by_registers = 65_536 // (-(-self.registers // 8) * 8 * 32 * self.warps)
-        return max(1, min(room // (self.shared + 1024), by_registers, 64 // self.warps))
+        return max(1, min(room // (self.shared + BLOCK_RESERVE), by_registers, 64 // self.warps))
 
     def clocks(self, device: Facts) -> dict[str, float]:
         """Of a multiprocessor's units, for a step. Rates: CUDA C++ Programming Guide, "Arithmetic Instructions"."""

@@ -142,3 +142,13 @@ def test_what_cannot_be_run_is_refused_with_words(checkout: Path, capsys: pytest
         with pytest.raises(SystemExit):
             parsed(list(words))
         assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [("width=512", "no case has an argument of this name"), ("d_qk=64", "no case has these values")],
+)
+def test_a_choice_of_no_case_is_refused(checkout: Path, only: str, expected: str) -> None:
+    """A run of nothing would pass."""
+    done = run(checkout, "--only", only)
+    assert done.returncode == 1 and f"--only {only.partition('=')[0]}" in done.stderr and expected in done.stderr

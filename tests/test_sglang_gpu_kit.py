@@ -60,3 +60,13 @@ def test_a_process_that_is_ended_leaves_none_behind(kit: ModuleType, tmp_path: P
     while not ended(int(worker)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert ended(int(worker))
+
+
+@pytest.mark.parametrize("words", [("--only", "fusd"), ("--engine", "--only", "fused")])
+def test_a_choice_of_no_process_is_refused(
+    kit: ModuleType, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run of nothing would pass."""
+    monkeypatch.setattr(sys, "argv", ["gpu_sglang", str(tmp_path / "report"), *words])
+    with pytest.raises(SystemExit, match=rf"--only {words[-1]}: expected text of one of \w+"):
+        kit.main()

@@ -112,6 +112,15 @@ def test_an_unknown_number_of_rows_is_not_planned_while_a_graph_is_captured(monk
     assert prepared.num_rows == 2 and unknown is None
 
 
+@pytest.mark.parametrize("kind", [None, SPLIT_KV], ids=["plain", "scheduled"])
+@pytest.mark.parametrize("decodes", [True, False], ids=["decode", "prefill"])
+def test_lists_without_slots_are_refused(decodes: bool, kind: object):
+    attention = recorded(Recorder(schedule_kind=kind))
+    q, kv, slots, _ = make_call("fp8_ds_mla")
+    with pytest.raises(InvalidArgument, match="K of at least 1"):
+        attention.forward(q, paged("fp8_ds_mla", kv), slots[:, :0], softmax_scale=1.0, decodes=decodes)
+
+
 def test_lengths_reach_only_what_is_faster_for_them():
     reads_all, skips = Recorder(support={"lengths": False}), Recorder(support={"lengths": True})
     for plugin, given in ((reads_all, False), (skips, True)):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -207,6 +208,15 @@ def test_every_file_carries_its_licence_and_says_what_it_is(path: Path):
     text = path.read_text()
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0")
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+
+
+@pytest.mark.parametrize("package", ["engine", "sglang", "vllm"])
+def test_an_adapter_s_table_lists_its_modules(package: str):
+    folder = CORE / package
+    table = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    listed = set(re.findall(r"(?:^|  )([a-z]\w*)  +\S", table, re.MULTILINE))
+    modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert listed == modules - {"__init__"}
 
 
 def test_wheel_lists_every_package():

@@ -204,14 +204,40 @@ def test_convert_indices_lets_the_next_kernel_start_where_the_architecture_can(t
     """Before it reads anything: who starts by that waits for its end."""
     script = """
 from mla_portable_triton import aot
-from mla_portable_triton.kernels import convert_indices
+from mla_portable_triton.kernels import convert_indices, early_start
 
 for arch, lets in {"sm80": False, "sm90": True, "sm120": True}.items():
     ptx = aot.compiled(convert_indices.aot_variants(arch)[0], arch).asm["ptx"]
     before, *behind = ptx.split("griddepcontrol.launch_dependents")
     assert len(behind) == lets and "griddepcontrol.wait" not in ptx
     assert not lets or "ld.global" not in before
-assert not convert_indices.lets_next_start("gfx942")
+assert not early_start.lets_next_start("gfx942")
+"""
+    run = python("-c", script, cache=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_kernel_can_be_hashed_by_a_triton_without_early_starts(tmp_path: Path) -> None:
+    """One before 3.4, which looks up all names of a kernel to hash it, so that one that is missing fails every call."""
+    script = """
+import triton.language as tl
+import triton.runtime.jit as jit
+jit.TRITON_MODULE = "triton"  # the only module whose names are not looked up there
+del tl.extra.cuda.gdc_launch_dependents, tl.extra.cuda.gdc_wait
+
+import importlib, pkgutil
+import mla_portable_triton.kernels
+from mla_portable_nvidia import boundary, row_parts
+
+names = [f"mla_portable_triton.kernels.{each.name}" for each in pkgutil.iter_modules(mla_portable_triton.kernels.__path__)]
+kernels = [
+    each
+    for module in (boundary, row_parts, *map(importlib.import_module, names))
+    for each in vars(module).values()
+    if isinstance(each, jit.JITFunction)
+]
+assert len(kernels) > 20 and all(each.cache_key for each in kernels)
+assert not mla_portable_triton.kernels.early_start.lets_next_start("sm90")
 """
     run = python("-c", script, cache=tmp_path)
     assert run.returncode == 0, run.stderr

@@ -17,7 +17,7 @@ from mla_portable.primitives import SPARSE_PREFILL
 KERNELS = Path(mla_portable_triton.__file__).parent / "kernels"
 NEED_TRITON_3 = {"index_keys", "indexer_logits", "indexer_logits_ragged", "masked_prefill", "pack_selection", "topk_select"}
 """Kernels that the plugin offers from Triton 3.0 on alone."""
-TAKE_THEMSELVES_OUT = {"e4m3_packed", "paired_columns"}
+TAKE_THEMSELVES_OUT = {"e4m3_packed", "early_start", "paired_columns"}
 """Helpers that define something else, or nothing, where Triton lacks a name."""
 IN_MATH = {"div_rn", "exp2", "log2"}
 """To be written `tl.math.`: `tl` itself has them since Triton 3 only."""
@@ -35,18 +35,20 @@ FLOAT8 = {"float8e4nv", "float8e5"}
 def breaches(source: str) -> list[str]:
     """What Triton 2.1 would not accept (rules: docs/dev/iluvatar.md).
 
-    A float8 type may stand behind `if ..NATIVE:`, what the architecture of a GPU of NVIDIA has behind `if LETS_NEXT_START:`.
+    A float8 type may stand behind `if ..NATIVE:`. Every other name is looked up, in a branch that is not taken too.
     """
     found: list[str] = []
     tree = ast.parse(source)
-    allowed: dict[ast.AST, set[str]] = {}
-    for gate in (node for node in ast.walk(tree) if isinstance(node, ast.If)):
-        test = ast.unparse(gate.test)
-        names = FLOAT8 if test.endswith("NATIVE") else {"extra"} if test == "LETS_NEXT_START" else set[str]()
-        allowed |= {inner: names for line in gate.body for inner in ast.walk(line)} if names else {}
+    gated = {
+        inner
+        for gate in (node for node in ast.walk(tree) if isinstance(node, ast.If))
+        if ast.unparse(gate.test).endswith("NATIVE")
+        for line in gate.body
+        for inner in ast.walk(line)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (name := re.fullmatch(r"tl\.(math\.)?(\w+)", ast.unparse(node))):
-            known = IN_MATH if name[1] else IN_TRITON_2_1 | allowed.get(node, set())
+            known = IN_MATH if name[1] else IN_TRITON_2_1 | (FLOAT8 if node in gated else set[str]())
             found += [] if name[2] in known else [name[0]]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot" and (len(node.args) > 2 or node.keywords):
             found.append("tl.dot with more than two operands")

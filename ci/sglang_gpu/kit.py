@@ -70,7 +70,7 @@ def run(job: Job, out: Path, end: float) -> str:
     seconds = min(job.seconds, end - time.monotonic())
     if seconds <= 1:
         return "left out: the budget is spent"
-    caches = {name: str(out / "caches" / (job.arch or "here") / name.lower()) for name in ("TRITON_CACHE_DIR",)}
+    caches = {"TRITON_CACHE_DIR": str(out / "caches" / (job.arch or "here"))}
     told = {"MLA_GPU_SGLANG_OUT": str(out / f"{job.name}.jsonl"), "MLA_GPU_SGLANG_KERNELS": str(out / f"{job.name}.kernels")}
     mine = {"MLA_PORTABLE_SGLANG": job.mode, "MLA_GPU_SGLANG_ARCH": job.arch, "PYTHONUNBUFFERED": "1"}
     mine |= {"SGLANG_DSA_FUSE_TOPK": str(int(job.slots)), "SGLANG_OPT_USE_TOPK_V2": "0", "MLA_TEST_SGLANG_DEVICE": "cuda"}
@@ -117,16 +117,20 @@ def judge(caches: Iterable[str], lines: Iterable[Mapping[str, Any]]) -> Iterator
 
 
 def main() -> int:
+    """Raises: SystemExit where --only names nothing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("sglang-report"))
     parser.add_argument("--only", default="", help="processes whose name has this text")
     parser.add_argument("--engine", action="store_true", help="the offline engine, in place of the kit")
     parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
     args = parser.parse_args()
+    offered = ENGINES if args.engine else JOBS
+    jobs = [job for job in offered if args.only in job.name]
+    if not jobs:
+        raise SystemExit(f"--only {args.only}: expected text of one of {', '.join(job.name for job in offered)}")
     out: Path = args.folder.resolve()
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.budget
-    jobs = [job for job in (ENGINES if args.engine else JOBS) if args.only in job.name]
     for job in jobs:
         (out / f"{job.name}.jsonl").unlink(missing_ok=True)
         (out / f"{job.name}.kernels").unlink(missing_ok=True)

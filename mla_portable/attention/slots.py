@@ -29,6 +29,7 @@ from mla_portable.contracts import (
     DecodeSchedule,
     DeviceFacts,
     InvalidArgument,
+    ScheduleKind,
     ScheduleLimits,
     SchedulePlanner,
     neutral_defaults,
@@ -142,16 +143,15 @@ class SlotAttention:
         self._planners: dict[tuple[int, int], SchedulePlanner] = {}
         self._schedules: dict[tuple[int, int, int], DecodeSchedule] = {}
         with neutral_defaults():
-            self._planner(spec.topk, spec.extra_topk)
+            if self._kind is not None:
+                self._planner(self._kind, spec.topk, spec.extra_topk)
             # what is not asked for is written all the same
             self._lse = torch.empty((spec.max_num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
 
-    def _planner(self, topk: int, extra_topk: int) -> SchedulePlanner | None:
-        """Of the schedules for lists of these widths; None where nothing takes a schedule."""
-        if self._kind is None:
-            return None
+    def _planner(self, kind: ScheduleKind, topk: int, extra_topk: int) -> SchedulePlanner:
+        """Of the schedules for lists of these widths."""
         if (topk, extra_topk) not in self._planners:
-            self._planners[topk, extra_topk] = self._kind.planner(replace(self._limits, topk=topk, extra_topk=extra_topk))
+            self._planners[topk, extra_topk] = kind.planner(replace(self._limits, topk=topk, extra_topk=extra_topk))
         return self._planners[topk, extra_topk]
 
     def explain(self) -> str:
@@ -166,14 +166,13 @@ class SlotAttention:
         Args:
             topk, extra_topk: widths of the batch's lists where they are not the spec's. New widths allocate scratch.
         """
-        widths = topk or self.spec.topk, self.spec.extra_topk if extra_topk is None else extra_topk
+        spec = self.spec
+        widths = spec.topk if topk is None else topk, spec.extra_topk if extra_topk is None else extra_topk
         shape = (num_rows, *widths)
-        if not 0 < num_rows <= self.spec.max_num_reqs or shape in self._schedules:
+        if self._kind is None or not 0 < num_rows <= spec.max_num_reqs or shape in self._schedules:
             return
         with neutral_defaults():
-            planner = self._planner(*widths)
-            if planner is not None:
-                self._schedules[shape] = planner.get(num_rows, 1)
+            self._schedules[shape] = self._planner(self._kind, *widths).get(num_rows, 1)
 
     def forward(
         self,
@@ -281,7 +280,7 @@ class SlotAttention:
 
     def _schedule(self, num_rows: int, topk: int, extra_topk: int) -> DecodeSchedule | None:
         """That of a decode batch; None where the implementation takes none, or makes one for the call alone."""
-        if self._kind is None or not 0 < num_rows <= self.spec.max_num_reqs:
+        if self._kind is None or not 0 < num_rows <= self.spec.max_num_reqs or topk == 0:  # lists without slots are refused
             return None
         schedule = self._schedules.get((num_rows, topk, extra_topk))
         if schedule is None and not self._accelerator.is_capturing():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, SlotAttention, UnsupportedRoute
 from mla_portable.contracts import InvalidArgument
+from mla_portable.contracts.values import device_of
 from mla_portable.engine.routing import attention_served_by, attention_serving
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import LAYOUTS
@@ -39,12 +40,12 @@ class Server:
         prompts: beside it where extends are served here and may be computed over keys of each head; None where not.
     """
 
-    def __init__(self, backend: Any, model_runner: Any, reasons: Mapping[str, str]) -> None:
-        """Bind what serves the methods named by `reasons`. Raises: UnsupportedRoute with every reason."""
+    def __init__(self, backend: Any, model_runner: Any, device: torch.device, reasons: Mapping[str, str]) -> None:
+        """Bind what serves the methods named by `reasons`. device: the runner's. Raises: UnsupportedRoute with every reason."""
         self.reasons, self.methods = dict(reasons), frozenset(reasons)
         self._pool = model.pool_layout(backend)
         self._plain = LAYOUTS[self._pool].workspace.name  # rows that SGLang gathers from an FP8 cache
-        self._device = torch.device(model_runner.device)
+        self._device = device
         self._spec = functools.partial(model.make_spec, backend, model_runner)
         self._clean = model.keys_of_pool(backend) == 1
         self._attentions: dict[tuple[str, bool], SlotAttention] = {}
@@ -53,7 +54,7 @@ class Server:
             self.attention(model.layouts_of(method, backend), attn_sink=sinks)
         self.prompts: prompts.Prompts | None = None
         if self.methods.intersection(model.methods_of_prefill(backend)):
-            spec, facts = self._spec(self._pool, attn_sink=sinks), get_registry().facts(self._device)
+            spec, facts = self._spec(self._pool, attn_sink=sinks), get_registry().facts(device)
             self.prompts = prompts.prompts(backend, model_runner, spec, facts)
 
     @property
@@ -195,7 +196,8 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
     """
     setattr(backend, SERVER, None)
     methods, mode = model.methods_in_use(backend), settings.mode()
-    facts = get_registry().facts(torch.device(model_runner.device))
+    device = device_of("SGLang", model_runner.device)  # with its index, as its tensors have it
+    facts = get_registry().facts(device)
     pools, fp8 = model.keys_of_pool(backend) > 1, backend.dsa_kv_cache_store_fp8
     index_codes.serve(facts, pools=pools)
     topk.avoid_clusters(facts)
@@ -213,8 +215,8 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
             raise InvalidArgument("SGLang", "configuration", got=got, expected=expected)
         pool = LAYOUTS[model.pool_layout(backend)]
         if pool.is_quantized:
-            pool_rows.of_device(torch.device(model_runner.device), pool)  # raises now, in place of the first write
-        server = Server(backend, model_runner, wanted)
+            pool_rows.of_device(device, pool)  # raises now, in place of the first write
+        server = Server(backend, model_runner, device, wanted)
     except (InvalidArgument, UnsupportedRoute) as error:
         needed = [f"{method}: {reason}" for method, reason in against.items() if reason is not None]
         if needed:

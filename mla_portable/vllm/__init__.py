@@ -3,16 +3,19 @@
 
 plugin    the entry point; registers the backend     auto      stock's class where it serves the device, else ours
 backend   what vLLM asks before it picks a backend   model     vLLM's configuration -> AttentionSpec, route, reasons
-dense     short prompts as dense attention, by vLLM
 builder   one StepPlan per step                      metadata  what travels from the builder to the layers
 impl      one layer's attention                      scratch   buffers, from vLLM's workspace manager where it has one
-writer    who writes the cache, with which scales
+writer    who writes the cache, with which scales    prompts   prompts over keys of each head, where that is faster
 settings  environment variables                      compat    all that differs between versions of vLLM
 status    what `mla-portable doctor` says about it
+
+projecting        layers that leave the products with W_UK and W_UV to their implementation
+context_parallel  this rank's share of each sequence, and the collective of its indexer
 
 indexer         the DSA indexer's fused path
 indexer_choice  whose indexer serves the model, and why
 indexer_seams   where this indexer takes the place of vLLM's, in each version
+pools           the indexer of pools of keys, where Triton has no e4m3
 imports         a function that changes a module right after it is imported
 
 v4              DeepSeek-V4's layers, which ask no backend

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that start before the one in front has ended: who lets them, and what their machine code does around the wait.
 
-The rule is stated at `prepared_passes.can_wait`. NVRTC comes with requirements-dev.txt, cuobjdump in Triton's wheel.
+The rule is stated at `early_start.can_wait`. NVRTC comes with requirements-dev.txt, cuobjdump in Triton's wheel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch_reference as reference
-import triton
 from compiled_passes import compile_passes
 from fa3_standins import installed as installed_fa3
 from flashmla_standins import installed
@@ -29,11 +28,9 @@ from torch_passes import TorchBoundary
 from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import boundary, native, row_parts
-from mla_portable_nvidia.attention import attention_implementations
 from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.compile_all import cuobjdump
-from mla_portable_nvidia.flash_attention3 import bind_fa3_decode, bind_fa3_prefill, fa3_implementations
-from mla_portable_nvidia.flat_decode import flat_implementations
+from mla_portable_nvidia.flash_attention3 import bind_fa3_decode, bind_fa3_prefill
 from mla_portable_nvidia.native.bind import ARCHS
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.choice import BUILDS, LARGE, MANY, SMALL
@@ -265,42 +262,3 @@ def test_an_lse_pass_starts_early_behind_flash_attention_3(asked, primitive):
         else:
             bind_fa3_prefill(request)(q[:, 0], kv.view(-1, 576), indices[:, 0], softmax_scale=0.1)
     assert asked == [True]
-
-
-@pytest.fixture
-def older_triton(monkeypatch):
-    """A Triton without `gdc_wait`."""
-    monkeypatch.delattr(triton.language.extra.cuda, "gdc_wait")
-    monkeypatch.setattr(triton, "__version__", "3.3.1")
-
-
-def reasons(implementation: str, primitive) -> list[str]:
-    """Why not, by the check of an implementation for an H200."""
-    offered = (*attention_implementations(), *flat_implementations(), *fa3_implementations())
-    (found,) = (each for each in offered if (each.name, each.primitive) == (implementation, primitive))
-    return [f"{reason}: {reason.remedy}" for reason in found.check(FACTS["sm90"])]
-
-
-CHECKED = [
-    ("nvidia.flash_attention3", SPARSE_DECODE, True),
-    ("nvidia.flash_attention3", SPARSE_PREFILL, True),
-    ("nvidia.flashmla", SPARSE_PREFILL, True),
-    ("nvidia.flashmla_bf16", SPARSE_DECODE, True),
-    ("nvidia.flashmla", SPARSE_DECODE, False),
-]
-
-
-@pytest.mark.parametrize(("implementation", "primitive", "waits"), CHECKED)
-def test_an_older_triton_is_a_reason_where_a_pass_has_to_wait(older_triton, implementation, primitive, waits):
-    """Before anything is bound, instead of an AttributeError in the first call with an lse."""
-    with installed("vllm 0.33"), installed_fa3():
-        said = reasons(implementation, primitive)
-    limit = "the passes around the kernel wait by gdc_wait, which Triton has from 3.4 on"
-    wanted = f"triton 3.3.1 ({limit}): pip install 'triton>=3.4', or a newer torch, which brings it"
-    assert said == ([wanted] if waits else [])
-
-
-@pytest.mark.parametrize(("implementation", "primitive"), [each[:2] for each in CHECKED])
-def test_this_triton_is_none(implementation, primitive):
-    with installed("vllm 0.33"), installed_fa3():
-        assert reasons(implementation, primitive) == []

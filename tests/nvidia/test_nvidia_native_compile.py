@@ -18,7 +18,7 @@ from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
 from mla_portable.capability.claims import compiled_for
-from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4
+from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import build as build_module
@@ -43,7 +43,7 @@ MODULE = mla_portable_nvidia.__name__
 ALL = [build for builds in BUILDS.values() for build in builds]
 SM80 = [build for builds in sparse_decode_sm80.BUILDS.values() for build in builds]
 TWO = [replace(build, lists=2) for build in ALL]
-TWO_SM80 = [replace(build, lists=2) for build in sparse_decode_sm80.BUILDS[FP8_V4.name]]
+TWO_SM80 = [replace(build, lists=2) for build in SM80]
 INDEXER = (*DECODE.values(), *PREFILL.values())
 MASKED = tuple(MASKED_PREFILL.values())
 UNION = [build for build in ATTENDING if build.rows == FP8_DS_MLA.name]

@@ -18,7 +18,7 @@ from machines import A100, RTX_4090, RTX_5090
 from native_model import Memory, Model, attended, cache_of, check_laid_out, query_width, second_of, sink_of, stand_ins, store
 from test_nvidia_native import SCALE, cache, check_calls, check_second_cache, problem
 
-from mla_portable.contracts import Request, ScheduleLimits
+from mla_portable.contracts import InvalidArgument, Request, ScheduleLimits
 from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import compile_all
@@ -129,6 +129,12 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
         assert {launch.grid[1] for launch in attend.launches} == {schedule.num_splits}
         scratch = 0 if schedule.partial_out is None else schedule.partial_out.data_ptr()
         assert {launch.partial_out for launch in attend.launches} == {scratch}
+
+
+def test_a_refusal_names_the_implementation(models):
+    q, indices = problem(2, 1, 16, 64, 112)
+    with pytest.raises(InvalidArgument, match=r"^nvidia\.native_sm80: kv_cache: got torch\.bfloat16 rows of 576"):
+        bind_sm80.bind_sparse_decode(REQUEST)(q, cache(7, 16, layout=BF16.name), indices, softmax_scale=SCALE)
 
 
 @BOTH

@@ -11,10 +11,11 @@ import pytest
 import torch
 from compiled_passes import compile_passes
 
-from mla_portable_nvidia import boundary, page_lists, prepared_passes
+from mla_portable_nvidia import boundary, early_start, page_lists, prepared_passes
 from mla_portable_nvidia.boundary import Boundary
+from mla_portable_nvidia.early_start import can_wait
 from mla_portable_nvidia.page_lists import PageLists
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, can_wait, layout, prepared
+from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, layout, prepared
 
 PARAMETERS = [(0, 8), (8, 8), (16, 4), (24, 8), (32, 8), (40, 8)]
 """(offset, size) of two pointers, 5 as i32, 2**40 as i64, two scratch pointers."""
@@ -91,6 +92,13 @@ def test_only_kernels_from_hopper_on_wait_by_themselves(is_cuda, hip, capability
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert can_wait(SimpleNamespace(is_cuda=is_cuda, device="cuda:0")) is can
+
+
+def test_no_kernel_of_an_older_triton_waits_by_itself(monkeypatch):
+    """One before 3.4: passes start when the kernel in front has ended, as any kernel does."""
+    monkeypatch.setattr(early_start, "wait_for_kernel_in_front", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not can_wait(SimpleNamespace(is_cuda=True, device="cuda:0"))
 
 
 class Tensor(SimpleNamespace):

@@ -173,6 +173,21 @@ def test_a_key_of_another_token_never_counts_however_large_it_is(bound):
 
 
 @emulated
+def test_a_row_of_nan_reaches_the_tokens_of_its_block_alone(bound):
+    """Those that did not choose it, too: `docs/nvidia.md` says so. An absent row reaches nobody."""
+    torch.manual_seed(0)
+    kv = cache(10, 16)
+    kv.view(-1, 656)[3:8] = 255
+    q, indices = torch.randn(12, 16, 576).bfloat16(), torch.arange(20, 84, dtype=torch.int32).repeat(12, 1)
+    indices[5, 9] = 7  # of the second block of four tokens
+    out, lse = bound(16)(q, kv, indices, softmax_scale=SCALE)
+    wanted, _ = reference.sparse_prefill(q[:4], kv, indices[:4], softmax_scale=SCALE)
+    assert [bool(row.isnan().any()) for row in out] == [False] * 4 + [True] * 4 + [False] * 4
+    error = (out[:4].float() - wanted.float()).abs().amax(-1) / wanted.float().abs().amax(-1)
+    assert error.max() < 1.5e-2 and lse[8:].isfinite().all()
+
+
+@emulated
 def test_blocks_of_a_cluster_share_a_union(bound, monkeypatch):
     """Few groups for many multiprocessors."""
     monkeypatch.setattr(Attending, "max_clusters", lambda self, size: 66 if size == 2 else 0)
@@ -220,7 +235,7 @@ def test_bad_calls_are_refused_before_any_launch(bound):
     q, indices = torch.zeros(4, 16, 576).bfloat16(), torch.zeros(4, 8, dtype=torch.int32)
     for arguments, match in (
         ((q[:, :8], kv, indices), "8 heads of 576"),
-        ((q, kv[..., :528], indices), "rows of 528"),
+        ((q, kv[..., :528], indices), "native_union: kv: .*rows of 528"),
         ((q, kv, torch.zeros(4, 2049, dtype=torch.int32)), "2049 entries of a token"),
         ((q, kv[:1, :1].expand(1 << 14, 1 << 14, 656), indices), "268435456 slots"),
     ):

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from machines import A100, H200, RTX_4090
-from sglang_kit import cases, judging, run, small
+from sglang_kit import cases, fixture, judging, run, small
 from sglang_version import SELECTORS
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument
 from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE
 from mla_portable.registry import Registry
-from mla_portable.sglang import pool_rows, settings, stock
+from mla_portable.sglang import pool_rows, serving, settings, stock
 
 OPS = "sglang.kernels.ops"
 QUANT = import_module(f"{OPS}.quantization.dsa_quant_k_cache" if SELECTORS else f"{OPS}.attention.dsa.quant_k_cache")
@@ -148,6 +148,20 @@ def test_prefill(impl: str, on: Callable[..., None], no_e4m3: None):
     assert judged.kinds == ["prefill fp8_ds_mla" if impl == "flashmla_kv" else "prefill bf16"]
 
 
+def test_the_device_is_the_one_that_tensors_name(on: Callable[..., None], no_e4m3: None):
+    """So that rows' writers are bound with the backend, not in the first write. SGLang says "cuda" where tensors say "cuda:0";
+    of a CPU it is the longer name that no tensor has."""
+    on(A100)
+    case = small(cases()["dsa_sparse_decode_ragged_prefix"])
+    built = fixture(case, dsa_decode_backend="flashmla_kv", fp8_kv_cache=True, index_topk=16)
+    pool_rows.of_device.cache_clear()
+    built.runner.device = "cpu:0"
+    serving.attach(built.backend, built.runner)
+    assert pool_rows.of_device.cache_info().currsize == 1
+    QUANT.quantize_k_cache_separate(*latents(2))
+    assert pool_rows.of_device.cache_info().currsize == 1
+
+
 def test_decode(on: Callable[..., None], no_e4m3: None, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger=settings.logger.name)
     on(A100)
@@ -177,8 +191,6 @@ def test_other_rows_are_left_to_sglang(on: Callable[..., None], no_e4m3: None):
 
 
 def test_what_cannot_be_written_is_refused_when_the_model_is_built(monkeypatch: pytest.MonkeyPatch):
-    from sglang_kit import fixture
-
     registry = Registry(plugins=(), environ={}, probe=False, facts={"cpu": A100})
     monkeypatch.setattr(pool_rows, "get_registry", lambda: registry)
     monkeypatch.setattr("mla_portable.sglang.serving.get_registry", lambda: SimpleNamespace(facts=lambda device: A100))

@@ -94,7 +94,7 @@ def check_kernel(primitive: Primitive, device: DeviceFacts, layout: CacheLayout 
     found = find_kernel(primitive, device, layout=layout)
     if found.provider is None:
         return found.reasons
-    return triton_missing(waits=primitive is SPARSE_PREFILL)  # behind decode nothing starts early
+    return triton_missing()
 
 
 def attention_implementations(

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, can_wait
+from mla_portable_nvidia.early_start import can_wait, wait_for_kernel_in_front
+from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass
 
 _INT32_MAX: Final = 2**31 - 1
 _BLOCK_K: Final = 1024
@@ -77,7 +78,7 @@ def _lse_kernel(
     BASE_2: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        wait_for_kernel_in_front()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] of all heads of all rows
     inside = at < total
     row, head = at // num_heads, at % num_heads
@@ -150,7 +151,7 @@ class Boundary:
             result: [B, S, H' >= H, 512] bf16, or None where the kernel wrote `out` itself.
             lse: [B, H' >= H, S] float32, infinite (of either sign) where a row has no valid entry. base_2: lse is to base 2.
             attn_sink: [H] float32 that the kernel has not applied.
-            early: the pass may start before the end of the kernel in front of it, by the rule of `prepared_passes.can_wait`.
+            early: the pass may start before the end of the kernel in front of it, by the rule of `early_start.can_wait`.
         """
         batch, query_len, num_heads, width = out.shape
         if batch * query_len == 0:

@@ -22,11 +22,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from mla_portable.layouts import FP8_V4
 from mla_portable_nvidia.native import sparse_decode_sm80
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
-from mla_portable_nvidia.native.build import KernelBuild, compile_build
+from mla_portable_nvidia.native.build import BLOCK_RESERVE, SM_SHARED_MEMORY, KernelBuild, compile_build
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations
 from mla_portable_nvidia.native.masked_prefill import BUILDS as MASKED_PREFILL
@@ -48,16 +47,14 @@ _OFFERED: Final = (
 )
 IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in _OFFERED))
 """FlashMLA's and vLLM's kernels come as machine code."""
-SHARED_MEMORY: Final = {arch: size << 10 for arch, size in (("sm80", 163), ("sm90", 227), ("sm100", 227))} | dict.fromkeys(
-    ("sm86", "sm89", "sm120", "sm121"), 99 << 10
-)
-"""DeviceFacts.arch -> bytes one thread block may use. CUDA C++ Programming Guide, "Compute Capabilities"."""
+SHARED_MEMORY: Final = {arch: size - BLOCK_RESERVE for arch, size in SM_SHARED_MEMORY.items() if arch != "sm103"}
+"""DeviceFacts.arch -> bytes one thread block may use. Code for sm100 runs on sm103."""
 TARGETS: Final = tuple(sorted(SHARED_MEMORY, key=lambda arch: int(arch[2:])))
 _BUILDS: Final[tuple[KernelBuild, ...]] = (
     *(build for builds in BUILDS.values() for build in builds),
     *(replace(build, lists=2) for builds in BUILDS.values() for build in builds),
     *(build for builds in sparse_decode_sm80.BUILDS.values() for build in builds),
-    *(replace(build, lists=2) for build in sparse_decode_sm80.BUILDS[FP8_V4.name]),
+    *(replace(build, lists=2) for builds in sparse_decode_sm80.BUILDS.values() for build in builds),
     *sparse_decode_sm80.MERGES,
     *ATTENDING,
     *UNIONS,

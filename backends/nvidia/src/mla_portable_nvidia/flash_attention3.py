@@ -187,7 +187,7 @@ class FlashAttention3:
 def _check(device: DeviceFacts) -> tuple[Reason, ...]:
     """Every package's reason why it cannot serve; where one can, what its passes lack."""
     operator, reasons = find_fa3()
-    return triton_missing(waits=True) if operator is not None else reasons
+    return triton_missing() if operator is not None else reasons
 
 
 def _bound(request: Request) -> FlashAttention3:

@@ -14,7 +14,6 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
@@ -41,7 +40,7 @@ class Arguments(NamedTuple):
     Attributes:
         grid: programs. integers: the parameters that follow the tensors and what changes from call to call. named: constants
             and Triton's options.
-        starts_early: the kernel waits by itself (`gdc_wait`) for the one in front of it in the stream; see `can_wait`.
+        starts_early: the kernel waits by itself for the one in front of it in the stream; see `early_start.can_wait`.
     """
 
     grid: tuple[int, int]
@@ -98,27 +97,6 @@ class PreparedPass:
             self._prepares = False
         else:
             self._launches[key] = launch
-
-
-def can_wait(tensor: Tensor) -> bool:
-    """Kernels on the tensor's device can wait for the one in front of them by themselves: compute capability 9.0 and later.
-
-    The rule of an early start (programmatic dependent launch), for Triton's kernels and native ones alike. The wait
-    (`griddepcontrol.wait`, `gdc_wait`) ends when the kernel in front in the stream has ended and its writes are visible. It
-    does not cover the kernels before that one. So a kernel may start early only behind a kernel that
-
-    - was launched normally, and so began after the end of all before it; or
-    - waits itself, in at least one thread of its grid whatever the input, and starts early by this rule.
-
-    A kernel of which all threads may return without a wait may end while the one before it still writes. FlashMLA's combine is
-    such a kernel where no row is split. Who launches the kernel in front knows what it is, and decides: between primitives by
-    `Support.ends_in_order` of the first and `Request.follows_in_order` of the second.
-
-    The early kernel waits in all threads, before any access to global memory: loads, because the data may not be written yet,
-    and stores, because the kernel in front may still read. After the wait it uses plain loads. What the kernel in front writes
-    is not constant during the life of this one, as `ld.global.nc` (`__ldg`, `__restrict__`) requires.
-    """
-    return tensor.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
 def prepared(

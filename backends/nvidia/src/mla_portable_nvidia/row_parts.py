@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, can_wait
+from mla_portable_nvidia.early_start import can_wait, wait_for_kernel_in_front
+from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass
 
 _BLOCK: Final = 4096
 _MERGED_HEADS: Final = 4
@@ -45,7 +46,7 @@ def _merge_kernel(
     BASE_2: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        wait_for_kernel_in_front()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     is_head = head < num_heads  # [BLOCK_H]

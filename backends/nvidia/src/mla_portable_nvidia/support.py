@@ -7,7 +7,6 @@ SM100 is declared from the sources that are named here; it was never run by this
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -20,8 +19,6 @@ ARCHS: Final = ("sm90", "sm100")
 TRUNCATION_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_TRUNCATED_SCALES"
 """Set to "allow", SM100 may read scales that are no powers of two, each cut down to one: values lose up to half."""
 
-_GDC_WAIT: Final = "3.4"
-"""The first Triton with `tl.extra.cuda.gdc_wait`."""
 _SOURCES: Final[dict[tuple[Primitive, str], str]] = {
     (SPARSE_DECODE, "sm90"): "FlashMLA 9241ae3: csrc/api/sparse_decode.h, README; a scale is rounded to bf16, within "
     "the tolerances of amax",
@@ -60,24 +57,11 @@ def _decode_scratch(request: Request) -> int:
     return DEFAULT_SCRATCH_BYTES + rows * (padding + 4 * (request.topk or 2048) + 4 * (request.extra_topk or 0))
 
 
-def triton_missing(*, waits: bool = False) -> tuple[Reason, ...]:
-    """A reason where Triton is not installed, or is too old for the passes around a vendor's kernel, which are written in it.
-
-    waits: one of the passes starts early and waits for the kernel in front of it (`prepared_passes.can_wait`).
-    """
+def triton_missing() -> tuple[Reason, ...]:
+    """A reason where Triton is not installed: the passes around a vendor's kernel are written in it."""
     if find_spec("triton") is None:
         return (Reason("triton", "is not installed", "the passes around the kernel are written in it", "pip install triton"),)
-    if waits and not _has_gdc_wait():
-        limit = f"the passes around the kernel wait by gdc_wait, which Triton has from {_GDC_WAIT} on"
-        remedy = f"pip install 'triton>={_GDC_WAIT}', or a newer torch, which brings it"
-        return (Reason("triton", import_module("triton").__version__, limit, remedy),)
     return ()
-
-
-def _has_gdc_wait() -> bool:
-    """The installed Triton knows `tl.extra.cuda.gdc_wait`."""
-    extra = getattr(import_module("triton.language"), "extra", None)
-    return hasattr(getattr(extra, "cuda", None), "gdc_wait")
 
 
 def attention_support(

@@ -46,9 +46,10 @@ def bind_cache_write(request: Request) -> CacheWrite:
 def bind_convert_indices(request: Request) -> ConvertIndices:
     """convert_indices, compacting or not; graph-safe where `out` is given."""
     from mla_portable_triton.kernels import convert_indices as kernel
+    from mla_portable_triton.kernels.early_start import lets_next_start
 
     config = kernel.config_for(kernel.CONFIGS, request.device.arch)
-    lets_next_start = kernel.lets_next_start(request.device.arch)
+    let_next = lets_next_start(request.device.arch)
 
     def convert_indices(
         topk_indices: Tensor,
@@ -84,7 +85,7 @@ def bind_convert_indices(request: Request) -> ConvertIndices:
             compact=compact,
             share=WHOLE if dcp_size == 1 else ContextShare(dcp_size, dcp_rank, interleave),
             config=config,
-            lets_next_start=lets_next_start,
+            lets_next_start=let_next,
         )
         return indices, counts
 

@@ -69,6 +69,8 @@ def _split_scratch(request: Request) -> int:
 class _Attention(BoundAttention):
     """A decode takes the splits and the scratch of its schedule; without one it allocates scratch where it is split."""
 
+    name = _NAME
+
     def cut_of(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
         if schedule is None:
             return None

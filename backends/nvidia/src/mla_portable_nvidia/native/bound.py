@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -37,15 +37,15 @@ def lists_of(request: Request) -> int:
     return 2 if request.extra_cache else 1
 
 
-def check_cache(kv: Tensor, kv_layout: str, name: str = "kv_cache") -> None:
+def check_cache(where: str, name: str, kv: Tensor, kv_layout: str) -> None:
     """What the request that was bound says of a cache, for callers that bring another: a wrong one would lose the device.
 
-    Raises: InvalidArgument.
+    where, name: of the implementation and the argument, for errors. Raises: InvalidArgument.
     """
     layout = LAYOUTS[kv_layout]
     if (kv.dtype, kv.shape[-1]) != (layout.dtype, layout.row_width):
         raise InvalidArgument(
-            "nvidia.native",
+            where,
             name,
             got=f"{kv.dtype} rows of {kv.shape[-1]}",
             expected=f"{layout.dtype} rows of {layout.row_width}, for it was bound for {kv_layout}",
@@ -53,7 +53,7 @@ def check_cache(kv: Tensor, kv_layout: str, name: str = "kv_cache") -> None:
     apart = kv.stride(0) * kv.element_size()
     if kv.data_ptr() % 16 or apart % 16:
         raise InvalidArgument(
-            "nvidia.native",
+            where,
             name,
             got=f"a start at {kv.data_ptr() % 16} and blocks {apart} bytes apart",
             expected="multiples of 16 bytes, for it was bound with cache_alignment=16; bind for what the cache has",
@@ -61,7 +61,12 @@ def check_cache(kv: Tensor, kv_layout: str, name: str = "kv_cache") -> None:
 
 
 class BoundAttention(ABC):
-    """Both primitives on a native kernel for a bound request's layout; devices are loaded at bind or at their first call."""
+    """Both primitives on a native kernel for a bound request's layout; devices are loaded at bind or at their first call.
+
+    name: of the implementation, or of those that are bound alike, for errors.
+    """
+
+    name: ClassVar[str] = "nvidia.native"
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -83,21 +88,21 @@ class BoundAttention(ABC):
 
     def _check(self, q: Tensor, kv_cache: Tensor, extra_kv_cache: Tensor | None, extra_indices: Tensor | None) -> None:
         """The call is one of those that were bound. Raises: InvalidArgument."""
-        check_cache(kv_cache, self._kv_layout)
+        check_cache(self.name, "kv_cache", kv_cache, self._kv_layout)
         lists = 1 if extra_kv_cache is None or extra_indices is None else 2
         if lists != self._lists:
             raise InvalidArgument(
-                "nvidia.native",
+                self.name,
                 "extra_kv_cache",
                 got="none" if lists == 1 else "a second cache",
                 expected="what it was bound for: bind a request with extra_topk for calls with a second cache alone",
             )
         if extra_kv_cache is not None:
-            check_cache(extra_kv_cache, self._kv_layout, "extra_kv_cache")
+            check_cache(self.name, "extra_kv_cache", extra_kv_cache, self._kv_layout)
         layout = LAYOUTS[self._kv_layout]
         width = layout.value_width if self._request.nope else layout.key_width
         if q.shape[-1] != width:
-            raise InvalidArgument("nvidia.native", "q", got=f"width {q.shape[-1]}", expected=f"{width}, for which it was bound")
+            raise InvalidArgument(self.name, "q", got=f"width {q.shape[-1]}", expected=f"{width}, for which it was bound")
 
     def decode(
         self,

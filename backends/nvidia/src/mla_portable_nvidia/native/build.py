@@ -7,13 +7,23 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.resources import files
-from typing import ClassVar
+from types import MappingProxyType
+from typing import ClassVar, Final
 
 from mla_portable_nvidia.native.driver import Kernel, Module
 from mla_portable_nvidia.native.images import compile_kept
 from mla_portable_nvidia.native.nvrtc import compile_cubin
 
-__all__ = ["KernelBuild", "compile_build", "load"]
+__all__ = ["BLOCK_RESERVE", "SM_SHARED_MEMORY", "KernelBuild", "compile_build", "load"]
+
+SM_SHARED_MEMORY: Final[Mapping[str, int]] = MappingProxyType(
+    dict.fromkeys(("sm86", "sm89", "sm120", "sm121"), 100 << 10)
+    | {"sm80": 164 << 10}
+    | dict.fromkeys(("sm90", "sm100", "sm103"), 228 << 10)
+)
+"""DeviceFacts.arch -> bytes of shared memory of a multiprocessor. CUDA C++ Programming Guide, "Compute Capabilities"."""
+BLOCK_RESERVE: Final = 1024
+"""Bytes of shared memory that the driver keeps of each block; what one block may ask for is a multiprocessor's less these."""
 
 
 class KernelBuild(ABC):

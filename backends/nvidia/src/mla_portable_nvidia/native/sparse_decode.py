@@ -193,7 +193,7 @@ def prepare(kernel: Kernel, build: Build, of: Tensors, *, cluster: int, whole: i
     A launch is given addresses and scale: out, lse_out, q, kv_cache, indices, lengths, attn_sink [H] float32, extra_kv_cache,
     extra_indices and extra_lengths (0 for none), softmax_scale * log2(e).
 
-    starts_early: before the kernel in front has ended, by the rule at `prepared_passes.can_wait`; every thread waits for it.
+    starts_early: before the kernel in front has ended, by the rule at `early_start.can_wait`; every thread waits for it.
     The kernel lets nothing start early itself: its blocks fill the multiprocessors, so what is behind would find no room.
     """
     batch, query_len, num_heads, _ = of.q.shape

@@ -16,7 +16,7 @@ import torch
 
 from mla_portable.contracts import ProgramShape
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK, LAYOUTS
-from mla_portable_nvidia.native.build import KernelBuild
+from mla_portable_nvidia.native.build import BLOCK_RESERVE, SM_SHARED_MEMORY, KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
 from mla_portable_nvidia.native.sparse_decode import (
     ATTENTION_HEADERS,
@@ -49,10 +49,6 @@ _ARCHS: Final = MappingProxyType(
 )  # code for 10.0 runs on 10.3
 SHARED_MEMORY: Final = 99 << 10
 """Bytes of a thread block that builds for all of these architectures keep within: what the least of them allows."""
-_SM_SHARED_MEMORY: Final = dict.fromkeys(_ARCHS, 100 << 10) | {"sm80": 164 << 10} | dict.fromkeys(("sm100", "sm103"), 228 << 10)
-"""Bytes of a multiprocessor. CUDA C++ Programming Guide, "Compute Capabilities"."""
-_BLOCK_RESERVE: Final = 1024
-"""Bytes that the driver keeps of each block."""
 _LEAST: Final = 64
 """Keys of a split, where a row has as many."""
 
@@ -95,7 +91,7 @@ class Sm80Build(KernelBuild):
 
     def program(self, arch: str) -> ProgramShape:
         """What the planner of splits has to know."""
-        held = _SM_SHARED_MEMORY[arch] // (self.shared_bytes + _BLOCK_RESERVE)
+        held = SM_SHARED_MEMORY[arch] // (self.shared_bytes + BLOCK_RESERVE)
         return ProgramShape(self.heads, max(self.tile, _LEAST), max(1, min(self.blocks_per_sm, held)))
 
     @property

@@ -4,7 +4,8 @@
 A block of the kernel for many heads has 64. With 8 to 32 heads a token, those of several neighbouring tokens fill it: the block
 reads every row that one of them chose once, and a row scores -inf for the tokens that did not choose it. The first launch makes
 the unions, the second attends. The time of a block follows the size of its union, so it depends on the selections whether this
-is faster. It is never chosen automatically; `docs/dev/nvidia-kernels.md` says from which overlap on it pays.
+is faster. A row with NaN or an infinity makes NaN of all tokens of a block, which multiply the same values, by 0 if it is not
+theirs. So it is never chosen automatically; `docs/dev/nvidia-kernels.md` says from which overlap on it pays.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class NativeUnion:
 
     def _check(self, q: Tensor, kv: Tensor, topk: int) -> None:
         """The call is one of those that were bound, and of a cache whose slots an index can name. Raises: InvalidArgument."""
-        check_cache(kv, self._kv_layout)
+        check_cache(NAME, "kv", kv, self._kv_layout)
         for name, got, most in (("indices", topk, MOST_ENTRIES), ("kv", kv.shape[0] * kv.shape[1], _MOST_SLOTS)):
             if got > most:
                 what = "entries of a token" if name == "indices" else "slots"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
 from mla_portable.primitives import TOPK_SELECT, TopkSelect
-from mla_portable_nvidia.native.build import KernelBuild, load
+from mla_portable_nvidia.native.build import BLOCK_RESERVE, KernelBuild, load
 from mla_portable_nvidia.native.checks import check, index_of
 from mla_portable_nvidia.native.driver import Kernel, Launch, Launches
 
@@ -33,8 +33,6 @@ _PART: Final = 4096
 _CLUSTERS: Final = (16, 8, 7, 6, 5, 4, 3, 2)
 _LARGEST_CLUSTER: Final = {"sm90": 16, "sm100": 16, "sm103": 16, "sm120": 8, "sm121": 8}
 """Blocks of a cluster; none elsewhere."""
-_BLOCK_RESERVE: Final = 1024
-"""Shared memory that the driver keeps of each block, and that a multiprocessor has beyond what one block may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class _Device:
         target = TopkBuild.archs[facts.arch]
         few = TopkBuild(FEW_ROWS.block_threads, FEW_ROWS.blocks_per_sm, FEW_ROWS.batch, largest)
         self._few, self._largest = load(few, target, index), largest
-        two_fit = facts.shared_memory + _BLOCK_RESERVE >= 2 * (MANY_ROWS.shared_bytes + _BLOCK_RESERVE)
+        two_fit = facts.shared_memory + BLOCK_RESERVE >= 2 * (MANY_ROWS.shared_bytes + BLOCK_RESERVE)
         self._many = load(MANY_ROWS, target, index) if two_fit else self._few
         self._held: dict[int, int] = {}
 

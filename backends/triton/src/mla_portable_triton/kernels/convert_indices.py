@@ -24,6 +24,7 @@ from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.config import Config, config_for
+from mla_portable_triton.kernels.early_start import let_next_start, lets_next_start
 
 INT32_MAX: Final = 2**31 - 1
 _INT32_MAX = tl.constexpr(INT32_MAX)
@@ -31,13 +32,6 @@ INDICES_PER_WARP: Final = 128
 """Four indices a thread: 16-byte loads. A narrow row takes fewer warps than its configuration allows."""
 
 CONFIGS: Final = {"default": Config(tile=2048, num_warps=8)}  # tile: indices; untuned
-_LET_NEXT_START: Final = frozenset({"sm90", "sm100", "sm103", "sm120", "sm121"})
-"""Architectures with programmatic dependent launch."""
-
-
-def lets_next_start(arch: str) -> bool:
-    """The kernel may say there that the next one may begin: the architecture can, and so can Triton, from 3.4 on."""
-    return arch in _LET_NEXT_START and hasattr(getattr(getattr(tl, "extra", None), "cuda", None), "gdc_launch_dependents")
 
 
 # the strides of the index rows follow from K, which a model fixes; what a batch changes is not specialised on
@@ -68,8 +62,8 @@ def convert_indices_kernel(
     LETS_NEXT_START: tl.constexpr,
 ):
     """One program a token. `last_slot` is the greatest slot there is; PREFILL says that the prefill pointers are given."""
-    if LETS_NEXT_START:  # what starts early by that waits for the end of this kernel before it touches memory
-        tl.extra.cuda.gdc_launch_dependents()
+    if LETS_NEXT_START:
+        let_next_start()
     # int64 before the first product: token * topk_stride passes 2**31 at 1 048 576 tokens of 2048
     token = tl.program_id(0).to(tl.int64)
     topk_row = topk_ptr + token * topk_stride
