@@ -82,6 +82,13 @@ def deep_gemm_serves(facts: DeviceFacts) -> bool:
     return facts.vendor == "nvidia" and facts.arch.startswith(DEEP_GEMM_ARCHS)
 
 
+def own_indexer(facts: DeviceFacts) -> str | None:
+    """What vLLM's indexer runs on there, in words; None where it lacks DeepGEMM, so that the plugin serves it by default."""
+    if deep_gemm_serves(facts):
+        return "DeepGEMM"
+    return "no DeepGEMM on ROCm" if facts.vendor == "amd" else None
+
+
 def scorer(facts: DeviceFacts, *, ours: str, theirs: str, asked: str) -> str:
     """Who scores the indexer's keys, in words.
 
