@@ -95,6 +95,12 @@ def test_explain_route_is_ten_lines_with_prompts_and_the_indexer(device, own, wh
     assert not nvidia or answer["prompts"]["primitive"] == "masked_prefill"
 
 
+def test_explain_route_names_an_indexer_where_no_graph_can_be_captured():
+    """As on a CPU: a layer in vLLM then runs outside of graphs."""
+    answer = document("explain", "route", "--device", "cpu")
+    assert answer["indexer"]["chosen"] == "reference.torch"
+
+
 def test_explain_route_names_every_part_once_with_its_reason():
     registry = Registry(environ={}, costs="measured")
     words = "explain route --device h200 --heads 16"

@@ -60,7 +60,7 @@ def test_doctor_prints_it(monkeypatch: pytest.MonkeyPatch):
         ("H200", "0.33.0", "vLLM's, with DeepGEMM"),
         ("A100", "0.33.0", "mla_portable's (indexer_select triton.portable"),
         ("MI300X", "0.33.0", "vLLM's: no DeepGEMM on ROCm"),
-        ("BI-V150", "0.25.1+corex.4.5.0", "mla_portable's ("),
+        ("BI-V150", "0.25.1+corex.4.5.0", "mla_portable's (indexer_select triton.portable"),  # without graphs
         ("BI-V150", "0.17.1+corex.4.4.0", "vLLM's: mla_portable's needs vLLM 0.24 or newer"),
         ("A100", "0.17.1", "vLLM's: mla_portable's needs vLLM 0.24 or newer"),
     ],
