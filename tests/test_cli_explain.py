@@ -68,8 +68,16 @@ def test_explain_route():
     assert "route: " in invoke("explain", "route", "--device", "cuda", registry=simulated()).stdout
 
 
-@pytest.mark.parametrize("device", ["h200", "a100", "bi-v150"])
-def test_explain_route_is_ten_lines_with_prompts_and_the_indexer(device, monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "own", "why"),
+    [
+        ("h200", "DeepGEMM", ""),
+        ("a100", "", ""),
+        ("mi300x", "no DeepGEMM on ROCm", ""),
+        ("bi-v150", "", "; vLLM's own before 0.24"),
+    ],
+)
+def test_explain_route_is_ten_lines_with_prompts_and_the_indexer(device, own, why, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     registry = Registry(environ={}, costs="measured")
     words = ["explain", "route", "--device", device, "--layout", "bf16" if device == "bi-v150" else "fp8_ds_mla"]
@@ -78,11 +86,19 @@ def test_explain_route_is_ten_lines_with_prompts_and_the_indexer(device, monkeyp
     indexer = answer["indexer"]
     assert len(lines) <= 10 and max(map(len, lines)) <= 80
     (row,) = [line.split() for line in lines if line.startswith("  indexer ")]
-    own = ["the", "engine's", "own", "DeepGEMM;", "on", "request"] if device == "h200" else []
-    assert row[1 : 2 + len(own)] == [*own, indexer["chosen"]] and indexer["checked"] is False
+    served = f"the engine's own {own}; on request".split() if own else []
+    assert row[1 : 2 + len(served)] == [*served, indexer["chosen"]] and indexer["checked"] is False
+    assert " ".join(row).endswith(why) and ("0.24" in row) == bool(why)
     prompts = [line.split()[1] for line in lines if line.startswith("  prompts ")]
-    assert prompts == ([answer["prompts"]["chosen"]] if device != "bi-v150" else []), "no times of other vendors are known"
-    assert device == "bi-v150" or answer["prompts"]["primitive"] == "masked_prefill"
+    nvidia = device in ("h200", "a100")
+    assert prompts == ([answer["prompts"]["chosen"]] if nvidia else []), "no times of other vendors are known"
+    assert not nvidia or answer["prompts"]["primitive"] == "masked_prefill"
+
+
+def test_explain_route_names_an_indexer_where_no_graph_can_be_captured():
+    """As on a CPU: a layer in vLLM then runs outside of graphs."""
+    answer = document("explain", "route", "--device", "cpu")
+    assert answer["indexer"]["chosen"] == "reference.torch"
 
 
 def test_explain_route_names_every_part_once_with_its_reason():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `doctor` says of DeepSeek-V4, whose attention vLLM chooses by itself. vLLM is not imported."""
+"""What `doctor` says of DeepSeek-V4, whose attention vLLM chooses by itself, and of the indexer. vLLM is not imported."""
 
 from __future__ import annotations
 
@@ -52,3 +52,26 @@ def test_doctor_prints_it(monkeypatch: pytest.MonkeyPatch):
     assert document("doctor")["vllm"]["models"] == [["DeepSeek-V4", f"{choice.AS_FAR_AS}: {choice.BELOW_SM90}. {choice.FORK}"]]
     text = " ".join(invoke("doctor", registry=registry_with()).stdout.split())
     assert "DeepSeek-V4's attention in vLLM: vLLM serves DeepSeek-V4 here" in text and "fp8_einsum" in text
+
+
+@pytest.mark.parametrize(
+    ("machine", "version", "words"),
+    [
+        ("H200", "0.33.0", "vLLM's, with DeepGEMM"),
+        ("A100", "0.33.0", "mla_portable's (indexer_select triton.portable"),
+        ("MI300X", "0.33.0", "vLLM's: no DeepGEMM on ROCm"),
+        ("BI-V150", "0.25.1+corex.4.5.0", "mla_portable's (indexer_select triton.portable"),  # without graphs
+        ("BI-V150", "0.17.1+corex.4.4.0", "vLLM's: mla_portable's needs vLLM 0.24 or newer"),
+        ("A100", "0.17.1", "vLLM's: mla_portable's needs vLLM 0.24 or newer"),
+    ],
+)
+def test_status_tells_whose_indexer_vllm_runs(machine: str, version: str, words: str, monkeypatch: pytest.MonkeyPatch):
+    registry = Registry(facts={"cuda": MACHINES[machine]}, environ={}, probe=False)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
+
+    def said(**environ: str) -> str:
+        return vllm_status(registry, torch.device("cuda"), environ=environ).indexer
+
+    assert said().startswith(words)
+    asked = said(**{settings.ENV_INDEXER: "on"})
+    assert asked.startswith("mla_portable's") == (not version.startswith("0.17"))

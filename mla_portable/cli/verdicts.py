@@ -130,13 +130,17 @@ def _part_row(part: RoutePart, state: State | None) -> list[str]:
 
 
 def _indexer_row(decision: Decision, state: State | None) -> list[str]:
-    from mla_portable.engine.deepseek import deep_gemm_serves
+    from mla_portable.engine.deepseek import own_indexer
 
     if decision.chosen is None:
         return ["indexer", "NOTHING", decision.failure_text().partition("\n")[0]]
-    if deep_gemm_serves(decision.request.device):
-        return ["indexer", "the engine's own", f"DeepGEMM; on request {decision.chosen}"]
-    return ["indexer", decision.chosen, _why(decision, state)]
+    facts = decision.request.device
+    own = own_indexer(facts)
+    if own:
+        return ["indexer", "the engine's own", f"{own}; on request {decision.chosen}"]
+    # a vendor's engine may be an older vLLM, whose indexer the plugin leaves alone
+    older = "" if facts.vendor in ("nvidia", "cpu") else "; vLLM's own before 0.24"
+    return ["indexer", decision.chosen, _why(decision, state) + older]
 
 
 def _why(decision: Decision, state: State | None) -> str:

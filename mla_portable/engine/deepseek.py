@@ -69,8 +69,11 @@ def v4_layer_spec(num_heads: int, *, max_model_len: int = 131072) -> AttentionSp
 
 
 def indexer_requests(facts: DeviceFacts, topk: int = 2048) -> tuple[Request, Request]:
-    """What the indexer of vLLM's fused path asks for: its selection, and the writer of its keys where vLLM's does not work."""
-    layout: dict[str, Any] = {"kv_layout": "index_fp8", "block_size": 64, "graph": True}
+    """What the indexer of vLLM's fused path asks for: its selection, and the writer of its keys where vLLM's does not work.
+
+    To be captured in a graph, except where the device has none: vLLM then runs attention outside of them.
+    """
+    layout: dict[str, Any] = {"kv_layout": "index_fp8", "block_size": 64, "graph": facts.graph_capture is not False}
     return (
         Request(INDEXER_SELECT, facts, num_heads=64, topk=topk, **layout),
         Request(INDEXER_CACHE_WRITE, facts, scale_format="pow2", **layout),
@@ -80,6 +83,13 @@ def indexer_requests(facts: DeviceFacts, topk: int = 2048) -> tuple[Request, Req
 def deep_gemm_serves(facts: DeviceFacts) -> bool:
     """Engines use DeepGEMM there, where it can be imported."""
     return facts.vendor == "nvidia" and facts.arch.startswith(DEEP_GEMM_ARCHS)
+
+
+def own_indexer(facts: DeviceFacts) -> str | None:
+    """What vLLM's indexer runs on there, in words; None where it lacks DeepGEMM, so that the plugin serves it by default."""
+    if deep_gemm_serves(facts):
+        return "DeepGEMM"
+    return "no DeepGEMM on ROCm" if facts.vendor == "amd" else None
 
 
 def scorer(facts: DeviceFacts, *, ours: str, theirs: str, asked: str) -> str:

@@ -15,7 +15,15 @@ from mla_portable.attention import RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.slots import choose_slot_route
 from mla_portable.contracts import DeviceFacts
-from mla_portable.engine.deepseek import V4_HEADS, choices, indexer_requests, scorer, v4_layer_spec
+from mla_portable.engine.deepseek import (
+    V4_HEADS,
+    choices,
+    deep_gemm_serves,
+    indexer_requests,
+    own_indexer,
+    scorer,
+    v4_layer_spec,
+)
 from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import attention_served_by, attention_serving, decide_route
 from mla_portable.engine.status import EngineStatus, version_and_mode
@@ -32,6 +40,8 @@ _MEANING: Final = {
 _V4_ON_REQUEST: Final = "vLLM's; mla_portable's with --attention-backend CUSTOM, or in mode override"
 _SINCE: Final = re.compile(r"0\.(2[6-9]|[3-9]\d|\d{3})|[1-9]")
 """Versions of vLLM with DeepSeek-V4."""
+_INDEXER_SINCE: Final = re.compile(r"0\.(2[4-9]|[3-9]\d|\d{3})|[1-9]")
+"""Versions of vLLM whose indexer the plugin can serve; it leaves that of others alone."""
 
 
 def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> EngineStatus:
@@ -43,16 +53,21 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
     version, mode = found
     note = _obstacle(mode, environ)
     served = choices(partial(decide_route, registry, device=device))
-    indexer = "" if note else _indexer(registry, device, environ)
+    indexer = "" if note else _indexer(registry, device, version, environ)
     models = () if note else _deepseek_v4(registry, device, version, settings.route(environ), mode)
     return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer, models)
 
 
-def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
+def _indexer(registry: Registry, device: torch.device, version: str, environ: Mapping[str, str]) -> str:
     """As vLLM will decide on this device, except that it also tries to import DeepGEMM."""
     mode, facts = settings.indexer(environ), registry.facts(device)
     if mode == "off" or (mode == "auto" and facts.device_type == "cpu"):
         return f"vLLM's ({settings.ENV_INDEXER}={mode})"
+    if not _INDEXER_SINCE.match(version):
+        return f"vLLM's: mla_portable's needs vLLM 0.24 or newer, this is {version}"
+    own = own_indexer(facts)
+    if mode == "auto" and own and not deep_gemm_serves(facts):
+        return f"vLLM's: {own}"
     demand = LayerRegistry(registry, None)
     decisions = [demand.decide(request) for request in indexer_requests(facts)]
     select, write = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in decisions)

@@ -22,7 +22,7 @@ HEADS: Final = (8, 16, 32, 64, 128)
 """Numbers of heads that vLLM's writer of queries has kernels for (`fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`)."""
 FEW_HEADS: Final = 32
 """With up to as many, prompts are read in place: FlashMLA's kernel for gathered rows takes 64. On an H200 that is 0.44 to 0.75
-of the time of vLLM's method with 8 and 16 heads, 0.88 to 1.39 of it with 32 (docs/vllm.md)."""
+of the time of vLLM's method with 8 and 16 heads, 0.88 to 1.39 of it with 32 (docs/dev/vllm-layers.md)."""
 
 
 _Base: Any = object
