@@ -49,7 +49,7 @@ _KERNELS: Final = (
     Section(
         "Prompts over keys of each head",
         "`mla-portable bench prompts` shows which of the two ways a layer takes on your GPU, and what both cost; "
-        "[vllm.md](vllm.md#prompts) has the times of an H200.",
+        "[dev/vllm-layers.md](dev/vllm-layers.md#prompts) has the times of an H200.",
         ("masked_prefill", "pack_selection", "concat_mla_k"),
         "mla-portable bench kernels --primitive masked_prefill --out run.json.gz",
     ),
