@@ -22,6 +22,7 @@ from mla_portable.layouts import LAYOUTS
 from mla_portable_nvidia.compile_all import cuobjdump
 from mla_portable_nvidia.native import sparse_decode_sm80
 from mla_portable_nvidia.native.build import BLOCK_RESERVE, SM_SHARED_MEMORY, compile_build
+from mla_portable_nvidia.native.images import compile_kept
 from mla_portable_triton import aot, compile_all
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
@@ -167,7 +168,7 @@ def triton_loops(arch: str) -> Iterator[Loop]:
 def native_loops(arch: str) -> Iterator[Loop]:
     for rows in ("fp8_ds_mla", "bf16"):
         for build in sparse_decode_sm80.builds(arch, rows, None):
-            cubin = compile_build(build, build.archs[arch])
+            cubin = compile_build(build, build.archs[arch], compile_kept)
             yield loop_of(build.label, arch, cubin, build.heads, build.tile, build.threads // 32, build.shared_bytes)
 
 

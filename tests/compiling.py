@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of processes that compile Triton's kernels, apart from tests, which interpret them."""
+"""The environment of processes that compile kernels: Triton's, apart from tests, which interpret them, and those in CUDA."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["compiling"]
+__all__ = ["KEPT", "compiling"]
+
+_BESIDE = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+"""Where Triton keeps what it compiles; `.ci/run` gives it a folder of its own."""
+
+KEPT = {"MLA_PORTABLE_NVIDIA_CACHE": str(Path(_BESIDE) / "mla_portable_nvidia")}
+"""The variable that says where images of the CUDA kernels are kept, once for all tests and processes."""
 
 
 def compiling(cache: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import KEPT
 
 from mla_portable.capability.run import EngineTime, Run, runs_in
 
@@ -71,7 +72,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def run(command: list[str], checkout: Path) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MLA_PORTABLE_")}
-    environ |= {"TRITON_INTERPRET": "0", "PATH": f"{checkout / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    environ |= KEPT | {"TRITON_INTERPRET": "0", "PATH": f"{checkout / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True)
 
 

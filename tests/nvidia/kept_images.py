@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from pathlib import Path
 
+from compiling import KEPT
+
+from mla_portable_nvidia.compile_all import cuobjdump
 from mla_portable_nvidia.native import build as native_build
-from mla_portable_nvidia.native.images import VARIABLE, compile_kept
+from mla_portable_nvidia.native.images import compile_kept
 
-__all__ = ["KEPT", "kept_image"]
-
-_BESIDE = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-"""Where Triton keeps what it compiles; `.ci/run` gives it a folder of its own."""
-
-KEPT = {VARIABLE: str(Path(_BESIDE) / "mla_portable_nvidia")}
-"""The environment of `compile_kept`."""
+__all__ = ["kept_image", "kept_listing"]
 
 kept_image = partial(native_build.compile_build, compiler=partial(compile_kept, environ=KEPT))
 """`compile_build` whose image comes from disk where it is there."""
+
+
+def kept_listing(cubin: bytes) -> str:
+    """Machine code in words. Of a kernel of attention that takes cuobjdump half as long as the compiler takes to make it."""
+
+    def listed(*_: object) -> bytes:
+        listing = cuobjdump(cubin, "-sass")
+        assert listing is not None, "Triton's wheel has no cuobjdump"
+        return listing.encode()
+
+    return compile_kept(cubin.hex(), "sass", (), environ=KEPT, compiler=listed).decode()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from kept_images import KEPT
+from compiling import KEPT
 
 from mla_portable_nvidia import native
 from mla_portable_nvidia.native.images import compile_kept
@@ -49,6 +49,6 @@ def _shared_library(source: str, emulator: str, defines: Sequence[tuple[str, obj
             (Path(folder) / name).write_text(text, encoding="utf-8")
         known = [f"-D{name}={value}" for name, value in (*defines, ("KERNEL", f'"{kernel}"'))]
         # with -O2 compiling takes half as long again
-        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", *known, "-o", str(library)]
+        options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", *known, "-o", str(library)]
         subprocess.run([str(COMPILER), *options, str(Path(folder) / emulator)], check=True)
         return library.read_bytes()

@@ -18,7 +18,7 @@ import torch_reference as reference
 from compiled_passes import compile_passes
 from fa3_standins import installed as installed_fa3
 from flashmla_standins import installed
-from kept_images import kept_image
+from kept_images import kept_image, kept_listing
 from simulated_gpu import FACTS, registry
 from sm90_model import EmulatedSm90
 from source_on_cpu import COMPILER
@@ -29,7 +29,6 @@ from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import boundary, native, row_parts
 from mla_portable_nvidia.boundary import Boundary
-from mla_portable_nvidia.compile_all import cuobjdump
 from mla_portable_nvidia.flash_attention3 import bind_fa3_decode, bind_fa3_prefill
 from mla_portable_nvidia.native.bind import ARCHS
 from mla_portable_nvidia.native.build import compile_build
@@ -64,24 +63,14 @@ def faults(code: str) -> list[str]:
     return found
 
 
-def disassembled(cubin: bytes) -> str:
-    code = cuobjdump(cubin, "-sass")
-    assert code is not None, "Triton's wheel has no cuobjdump"
-    return code
-
-
 SOURCE = files(native).joinpath("topk_select.cu").read_text(encoding="utf-8")
 WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
-
-
-def topk_faults(build: Any, source: str, arch: str = "sm_90") -> list[str]:
-    return faults(disassembled(compile_cubin(source, arch, build.defines)))
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("build", [FEW_ROWS, MANY_ROWS], ids=lambda build: build.label)
 def test_topk_select_reads_nothing_before_it_waits_and_nothing_as_constant(build, arch):
-    assert topk_faults(build, SOURCE, arch) == []
+    assert faults(kept_listing(kept_image(build, arch))) == []
 
 
 @pytest.mark.parametrize(
@@ -97,7 +86,7 @@ def test_topk_select_reads_nothing_before_it_waits_and_nothing_as_constant(build
 )
 def test_a_source_that_breaks_the_rule_is_found(correct, broken, fault):
     assert correct in SOURCE
-    found = topk_faults(FEW_ROWS, SOURCE.replace(correct, broken))
+    found = faults(kept_listing(compile_cubin(SOURCE.replace(correct, broken), "sm_90", FEW_ROWS.defines)))
     assert found and all(re.search(fault, each) for each in found)
 
 
@@ -106,7 +95,7 @@ ATTENTION = [replace(build, lists=lists) for of_rows in BUILDS.values() for buil
 
 @pytest.mark.parametrize("build", ATTENTION, ids=lambda build: build.label)
 def test_attention_touches_no_memory_before_it_waits_and_reads_nothing_as_constant(build):
-    code = disassembled(kept_image(build, ARCHS["sm90"]))
+    code = kept_listing(kept_image(build, ARCHS["sm90"]))
     assert faults(code) == []
     assert "PREEXIT" not in code, "it lets nothing start early"
 
@@ -130,7 +119,7 @@ def test_a_source_of_attention_that_breaks_the_rule_is_found(build, correct, bro
         assert source.count(correct) == 1
         return compile_cubin(source.replace(correct, broken), *arguments)
 
-    found = faults(disassembled(compile_build(build, ARCHS["sm90"], changed)))
+    found = faults(kept_listing(compile_build(build, ARCHS["sm90"], changed)))
     assert found and all(re.search(fault, each) for each in found)
 
 
@@ -175,7 +164,7 @@ def test_tritons_passes_read_nothing_before_they_wait_and_nothing_as_constant(tm
         (kernel, arch) for kernel in ("_lse_kernel", "_merge_kernel") for arch in (90, 100)
     }
     for each in made:
-        assert faults(disassembled(each.cubin)) == [], each.kernel
+        assert faults(kept_listing(each.cubin)) == [], each.kernel
 
 
 class Recorded:

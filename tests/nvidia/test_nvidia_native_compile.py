@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import cache
 from importlib.resources import files
 
 import pytest
-from kept_images import kept_image
+from kept_images import kept_image, kept_listing
 from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
@@ -49,10 +48,6 @@ MASKED = tuple(MASKED_PREFILL.values())
 UNION = [build for build in ATTENDING if build.rows == FP8_DS_MLA.name]
 
 
-cuobjdump = cache(compile_all.cuobjdump)
-"""Each listing of a build is read by several tests."""
-
-
 @pytest.fixture(scope="module", params=[*ALL, *TWO, *UNION], ids=lambda build: build.label)
 def compiled(request):
     """(a build, its machine code)."""
@@ -61,17 +56,17 @@ def compiled(request):
 
 def test_nothing_spills(compiled):
     build, cubin = compiled
-    usage = cuobjdump(cubin, "-res-usage")
+    usage = compile_all.cuobjdump(cubin, "-res-usage")
     assert re.findall(r"Function (\w+)", usage) == [build.kernel]
     assert re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage) == [("0", "0")]
-    code = cuobjdump(cubin, "-sass")
+    code = kept_listing(cubin)
     assert re.search(r"\b(HMMA|HGMMA)\b", code) and not re.search(r"\b(STL|LDL)\b", code)
 
 
 def test_products_of_warpgroups_overlap(compiled):
     """Where registers do not suffice, the compiler waits for every `wgmma` before the next, and says so in its log alone."""
     build, cubin = compiled
-    code = cuobjdump(cubin, "-sass")
+    code = kept_listing(cubin)
     if build.kernel != MANY.kernel:
         assert "HGMMA" not in code
         return
@@ -82,11 +77,11 @@ def test_products_of_warpgroups_overlap(compiled):
 def test_registers_are_enough_and_come_to_no_more_than_a_multiprocessor_has(compiled):
     """A block that asks for more than it was launched with waits for ever."""
     build, cubin = compiled
-    launched = int(re.search(r"REG:(\d+)", cuobjdump(cubin, "-res-usage"))[1])
+    launched = int(re.search(r"REG:(\d+)", compile_all.cuobjdump(cubin, "-res-usage"))[1])
     assert launched * build.threads * build.blocks_per_sm <= REGISTERS
     taken = (build.consumer_registers * build.groups + build.copying_registers) * 128
     assert taken <= launched * build.threads
-    code = cuobjdump(cubin, "-sass")
+    code = kept_listing(cubin)
     settings = {int(value, 16) for value in re.findall(r"USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)", code)}
     assert settings == {build.copying_registers, build.consumer_registers}
     assert build.consumer_registers % 8 == 0
@@ -150,7 +145,7 @@ def test_the_builds_for_racecheck_compile_and_the_shipped_ones_have_none_of_them
     def visible(source, arch, defines, headers):
         return compile_cubin(source, arch, [*defines, ("VISIBLE", 1)], headers)
 
-    codes = [compile_all.cuobjdump(compile_build(build, "sm_90a", *with_), "-sass") for with_ in ((visible,), ())]
+    codes = [kept_listing(cubin) for cubin in (compile_build(build, "sm_90a", visible), kept_image(build, "sm_90a"))]
     assert ["UBLKCP" in code for code in codes] == [False, True]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kept_images import kept_image
+from kept_images import kept_image, kept_listing
 from machines import A100, B200, H200
 from native_model import Memory, stand_ins
 from source_on_cpu import COMPILER, compiled
@@ -360,7 +360,7 @@ def test_products_overlap_and_nothing_spills_between_them(machine_code):
     The stack is that of rows that are computed again, behind the last product.
     """
     build, cubin = machine_code
-    code = compile_all.cuobjdump(cubin, "-sass").splitlines()
+    code = kept_listing(cubin).splitlines()
     products = [at for at, line in enumerate(code) if "HGMMA" in line]
     first_tile, loop, last_tile = build.qk_head_dim // 16, build.qk_head_dim // 16 + build.keys // 16, build.keys // 16
     assert len(products) == first_tile + loop + last_tile
@@ -375,9 +375,7 @@ def test_registers_suffice_and_shared_memory_is_what_the_source_lays_out(machine
     usage = compile_all.cuobjdump(cubin, "-res-usage")
     assert re.findall(r"Function (\w+)", usage) == ["masked_prefill"]
     launched = int(re.search(r"REG:(\d+)", usage)[1])
-    settings = {
-        int(value, 16) for value in re.findall(r"USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)", compile_all.cuobjdump(cubin, "-sass"))
-    }
+    settings = {int(value, 16) for value in re.findall(r"USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)", kept_listing(cubin))}
     assert settings == {40, 232} and (2 * 232 + 40) * 128 <= launched * build.threads <= 65_536
     layout = (
         SOURCE[: SOURCE.index('extern "C"')]
