@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mla_portable.registry import get_registry as get_registry
     from mla_portable.registry import use as use
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PRIMITIVES = "mla_portable.primitives"
 _HOME = {
