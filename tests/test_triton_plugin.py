@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import triton
 from fake_plugins import make_plugin
 from machines import H200
 
@@ -201,15 +200,15 @@ assert not heavy, heavy
 
 
 def test_check_is_content_where_triton_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert reasons(CPU) == []
     assert reasons(H200) == []
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert reasons(H200) == []
 
 
 def test_check_names_the_interpreter_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     (reason,) = reasons(CPU)
     assert str(reason) == "device type cpu (triton runs on a CPU only in its interpreter)"
     assert "TRITON_INTERPRET=1" in reason.remedy
