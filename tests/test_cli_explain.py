@@ -103,7 +103,7 @@ def test_explain_route_names_an_indexer_where_no_graph_can_be_captured():
 
 def test_explain_route_names_every_part_once_with_its_reason():
     registry = Registry(environ={}, costs="measured")
-    words = "explain route --device h200 --heads 16"
+    words = "explain route --device h200 --heads 32 --layout bf16"
     answer = document(*words.split(), registry=registry)
     parts = answer["routes"][0]["parts"]
     roles = [part["role"] for part in parts]
