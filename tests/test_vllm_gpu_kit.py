@@ -649,6 +649,18 @@ def test_other_models_are_compared_with_stock_where_it_has_the_cache(kit: Any):
     assert len(lines) == len(planned)
 
 
+def test_an_engine_that_differs_from_itself_judges_no_other(kit: Any):
+    planned = kit.jobs.other_models()
+    texts, far = [prompt(17, [1, 2]), prompt(3000, [3])], [prompt(17, [1, 2], shift=0.3), prompt(3000, [3])]
+    stock, ours = "hyv4-stock-bf16-eager", "hyv4-plugin-bf16-eager"
+    for several, passed in (((texts, texts, far), (False, None)), ((texts, texts, texts), (None, True))):
+        ran = run_of(kit, stock, *several, served="") | run_of(kit, ours, texts)
+        lines = {line.name: line for line in kit.judge.other_models(ran, planned)}
+        assert (lines[stock].passed, lines[ours].passed) == passed
+        assert ("differs from itself" in lines[stock].found) is (passed[0] is False)
+    assert {job.options["repeats"] for job in planned if job.name in ("hyv4-stock-fp8-eager", "glm53-choice-bf16-eager")} == {3}
+
+
 def test_a_stock_engine_that_vllm_has_no_backend_for_is_no_failure(kit: Any):
     """Its own words say so; any other error counts, and so does one of the plugin's."""
     name, ours = "glm53-choice-bf16-eager", "glm53-plugin-bf16-eager"

@@ -249,7 +249,8 @@ def other_models() -> list[Job]:
         who = stock if role == "stock" else role
         if (name, role, kv) == ("glm53", "stock", "fp8_ds_mla"):
             continue
-        options = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": 1, "model": model}
+        repeats = 3 if role == "stock" else 1
+        options = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": repeats, "model": model}
         arguments = {**_WITHOUT_WARMUP, **(_IN_TRITON if name == "glm53" else {})}
         given: dict[str, Any] = {"arguments": arguments, "options": options, "seconds": 300}
         cell = f"{'bf16' if kv == 'auto' else 'fp8'}-{mode}"

@@ -326,7 +326,8 @@ def features(ran: Ran) -> Iterator[Line]:
 def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
     """Each engine against stock's eager one; where stock has no such cache, against that of Triton's kernels alone.
 
-    Where vLLM has no backend of its own for the model, because a package is missing, that is said and does not count.
+    Where vLLM has no backend of its own for the model, because a package is missing, that is said and does not count. An engine
+    that differs from itself fails, and nothing is judged by it.
     """
     for job in planned:
         if job.task == "refuse":
@@ -341,13 +342,22 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
         if not runs:
             yield _unfinished(job.name, ran.get(job.name), is_stock=job.who == stock)
         elif job.name == against:
-            yield Line(job.name, "what the others are compared with", None)
+            yield _reference(job.name, runs)
         elif not against:
             yield Line(job.name, f"nothing to compare it with: none of {', '.join(known)} finished", False)
         else:
             compared = compare(_runs(ran, against)[0], runs[0])
-            ours = job.who == stock or bool(ran[job.name].served)
-            yield Line(job.name, f"against {against}: {compared}", compared.is_close and ours)
+            passed = compared.is_close and (job.who == stock or bool(ran[job.name].served))
+            sound = _reference(against, _runs(ran, against)).passed is None
+            yield Line(job.name, f"against {against}: {compared}", passed if sound else None)
+
+
+def _reference(name: str, runs: Sequence[Run]) -> Line:
+    own = [compare(*pair) for pair in combinations(runs, 2)]
+    if all(each.is_close for each in own):
+        return Line(name, "what the others are compared with" + "".join(f"; against itself: {each}" for each in own[:1]), None)
+    worst = next(each for each in own if not each.is_close)
+    return Line(name, f"differs from itself, so that nothing is judged by it: {worst}", False)
 
 
 def _unfinished(name: str, done: Done | None, *, is_stock: bool) -> Line:
