@@ -92,8 +92,7 @@ def _engines(runs: Sequence[Run]) -> Iterator[str]:
     first = "ci/gpu_vllm vllm-report-rank16 --rank --only rank16 --budget 320 --record h200.json.gz"
     yield f"```bash\n{first}\nmla-portable bench engines h200.json.gz\n```"
     tables = [engine_tables(run) for run in runs if run.engine_times]
-    missing = "Not recorded yet: no run holds these times. [vllm.md](vllm.md#times-beside-stock) has those that were taken."
-    yield from tables or [missing]
+    yield from tables or ["Not recorded yet: no run holds these times."]
 
 
 def _newest(runs: Sequence[Run], profiles: Mapping[str, Profile]) -> dict[str, Problems]:
