@@ -29,7 +29,6 @@ NOT_RUN = {
     r"^ci/(gpu|contribute)|--device cuda|--graph|conform nvidia": "needs a GPU",
     r"^mla-portable bench |\bmla-portable tune": "minutes on a CPU: tests/test_bench_command.py, tests/test_tune.py",
     r"^mla-portable conform triton|_triton\.compile_all": "minutes on a CPU: ci/conformance, ci/compile",
-    r"ci/predict": "compiles for three devices: one of them below",
     r"^mla-portable run": "half a minute each: ci/main_job",
     r"\bacme\b|^mla-portable explain sparse_prefill": "needs the example plugin: tests/test_example_plugin.py",
     r"^git |matrix --write|ci/gates|ci/check_runs": "changes or judges the checkout: ci/gates.py",
@@ -82,15 +81,6 @@ def test_a_command_runs_as_written(command: str, checkout: Path) -> None:
     done = run(["bash", "-c", command], checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_instructions_and_times_of_a_device_are_predicted(checkout: Path) -> None:
-    """docs/dev/sm80-sm89.md, of SM80, whose kernels `ci/compile` needs as well."""
-    assert any(re.match(r"TRITON_INTERPRET=0 python ci/predict\.py (sm\d+ ?)+", each) for each in commands())
-    done = run(["python", "ci/predict.py", "sm80"], checkout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    tables = {heading.splitlines()[0]: re.findall(r"^\| (\w+-.*) \|$", heading, re.MULTILINE) for heading in done.stdout.split("\n### ")[1:]}
-    print(tables)
 
 
 def test_every_reason_for_not_running_a_command_is_used() -> None:
