@@ -63,6 +63,10 @@ def test_sparse_flashmla_zz_hangs():
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
+    return make_sources(tmp_path)
+
+
+def make_sources(tmp_path: Path) -> Path:
     """A checkout, whose own `vllm` must not be imported, beside an installed stand-in."""
     for module in ("vllm", "vllm/v1", "vllm/v1/attention", "vllm/v1/attention/ops", "checkout/tests", "checkout/vllm"):
         (tmp_path / module).mkdir(parents=True)
@@ -83,17 +87,31 @@ def write(sources: Path, text: str) -> None:
     file.write_text(text)
 
 
-def run(sources: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    out = sources.parent / "results.json"
+def begin(sources: Path, *arguments: str) -> subprocess.Popen[str]:
+    out = results_of(sources)
     out.unlink(missing_ok=True)
     paths = [str(sources.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MLA_PORTABLE_BACKEND": "reference"}
     command = [sys.executable, str(SCRIPT), str(sources), "--json", str(out), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def results_of(sources: Path) -> Path:
+    return sources.parent / "results.json"
+
+
+def end(sources: Path, begun: subprocess.Popen[str]) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    stdout, stderr = begun.communicate()
+    out = results_of(sources)
+    done = subprocess.CompletedProcess(begun.args, begun.returncode, stdout, stderr)
     return done, json.loads(out.read_text()) if out.exists() else {}
 
 
-def test_ours_serve_and_each_test_is_accounted_for(sources: Path):
+def run(sources: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    return end(sources, begin(sources, *arguments))
+
+
+def check_that_ours_serve_and_each_test_is_accounted_for(sources: Path):
     done, found = run(sources)
     assert done.returncode == 0, done.stdout + done.stderr
     (suite,) = found.values()  # the only one that these sources have a file for
@@ -106,23 +124,31 @@ def test_ours_serve_and_each_test_is_accounted_for(sources: Path):
     assert "skipped 1: not on this device" in done.stdout
 
 
-def test_a_failure_and_a_hang_are_named_and_fail_the_program(sources: Path):
-    write(sources, TESTS + FAILS + HANGS)
-    done, found = run(sources, "--seconds", "25")
-    assert done.returncode == 1
-    results = found["flash_mla"]["results"]
-    assert results["test_sparse_flashmla_fails"][0] == "failed" and "it is ours" in done.stdout
-    assert results["test_sparse_flashmla_zz_hangs"][0] == "unfinished" and "no end within 25 s" in done.stdout
-    assert results["test_sparse_flashmla_attends"][0] == "passed"  # what is known by then is kept
-
-
-def test_a_sample_is_counted_and_a_suite_that_cannot_begin_fails(sources: Path):
+def check_that_a_sample_is_counted_and_a_suite_that_cannot_begin_fails(sources: Path):
     done, found = run(sources, "flash_mla", "--sample", "2", "--seed", "3")
     assert len(found["flash_mla"]["results"]) == 2 and found["flash_mla"]["not_drawn"] == 3
     (sources.parent / "vllm" / "v1" / "attention" / "ops" / "flashmla.py").unlink()
     done, found = run(sources, "flash_mla")
     assert done.returncode == 1 and "the process ended with status 1" in done.stdout
     assert [status for status, _ in found["flash_mla"]["results"].values()] == ["unfinished"]
+
+
+def test_what_becomes_of_each_test(sources: Path, tmp_path: Path):
+    """A failure and a hang are named and fail the program, which waits for the hang; others run beside it."""
+    (tmp_path / "others").mkdir()
+    others = make_sources(tmp_path / "others")
+    write(sources, TESTS + FAILS + HANGS)
+    begun = begin(sources, "--seconds", "25")
+    try:
+        check_that_ours_serve_and_each_test_is_accounted_for(others)
+        check_that_a_sample_is_counted_and_a_suite_that_cannot_begin_fails(others)
+    finally:
+        done, found = end(sources, begun)
+    assert done.returncode == 1
+    results = found["flash_mla"]["results"]
+    assert results["test_sparse_flashmla_fails"][0] == "failed" and "it is ours" in done.stdout
+    assert results["test_sparse_flashmla_zz_hangs"][0] == "unfinished" and "no end within 25 s" in done.stdout
+    assert results["test_sparse_flashmla_attends"][0] == "passed"  # what is known by then is kept
 
 
 @pytest.mark.parametrize(

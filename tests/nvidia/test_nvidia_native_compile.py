@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every build of the native kernels compiles, fits its device and is launched with what its source lays out; no GPU takes part.
 
+It is compiled for one device of each kind of code, `WHOLE`; for every device that it declares by `ci/compile --all`.
 NVRTC comes with requirements-dev.txt, cuobjdump in Triton's wheel: a machine without them fails here.
 """
 
 from __future__ import annotations
 
 import json
+import operator
+import os
 import re
 from dataclasses import replace
 from importlib.resources import files
@@ -166,15 +169,38 @@ def lines(capsys, *arguments):
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys, monkeypatch):
-    monkeypatch.setattr(compile_all, "compile_build", kept_image)
-    code, made = lines(capsys)
-    everything = [*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, *ATTENDING, *UNIONS, FEW_ROWS, MANY_ROWS, *INDEXER]
-    everything += [PACK_SELECTION, *MASKED]
-    expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
-    assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
-    assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]
-    assert len({(line["arch"], line["label"]) for line in made}) == len(made)
+EVERYTHING = (
+    *(*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, *ATTENDING, *UNIONS, FEW_ROWS, MANY_ROWS, *INDEXER),
+    *(PACK_SELECTION, *MASKED),
+)
+WHOLE = {"sm80": 800, "sm90": 900, "sm100": 1000}
+"""Device -> __CUDA_ARCH__. Every build is for one of them, and for them every source is all that it can be."""
+EVERY_DEVICE = "MLA_TEST_EVERY_DEVICE" in os.environ
+"""Set by `ci/compile --all`: other devices have all of their builds compiled as well."""
+
+
+def test_every_source_is_compiled_both_ways_of_a_condition_on_the_architecture():
+    sources = [path.read_text(encoding="utf-8") for path in files(native).iterdir() if path.name.endswith((".cu", ".cuh"))]
+    conditions = [each for source in sources for each in re.findall(r"__CUDA_ARCH__ (\S+) (\d+)", source)]
+    assert len(conditions) == sum(source.count("__CUDA_ARCH__") for source in sources) > 0
+    compare = {">=": operator.ge, "<": operator.lt}
+    for sign, number in conditions:
+        assert {compare[sign](arch, int(number)) for arch in WHOLE.values()} == {True, False}
+    assert all(build.archs.keys() & WHOLE.keys() for build in EVERYTHING)
+
+
+def test_what_is_listed_is_every_kernel_of_these_implementations_alone(capsys, monkeypatch):
+    """Builds and devices; what comes of compiling them is asked below."""
+
+    def refused(*_):
+        raise CompilationFailed("listed alone")
+
+    monkeypatch.setattr(compile_all, "compile_build", refused)
+    code, listed = lines(capsys)
+    expected = [(arch, build) for arch in compile_all.TARGETS for build in EVERYTHING if arch in build.archs]
+    assert code == 1 and [(line["arch"], line["label"]) for line in listed] == [(arch, build.label) for arch, build in expected]
+    assert [line["shared"] for line in listed] == [build.shared_bytes for _, build in expected]
+    assert len({(line["arch"], line["label"]) for line in listed}) == len(listed)
     kernels = {
         (name, primitive): ({"sparse_decode_fp8", "sparse_decode_bf16", "sparse_decode_wide"}, ("sm90",))
         for name in ("nvidia.native", "nvidia.native_wide")
@@ -192,8 +218,27 @@ def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys, mo
     }
     claimed = compiled_for(Registry(plugins=[("nvidia", MODULE)], environ={}, probe=False))
     assert claimed == {" / ".join(claim): list(archs) for claim, (_, archs) in kernels.items()}
-    compiled = {(line["kernel"], line["arch"]) for line in made}
+    compiled = {(line["kernel"], line["arch"]) for line in listed}
     assert {(kernel, arch) for names, archs in kernels.values() for kernel in names for arch in archs} == compiled
+
+
+def ends(builds):
+    """The first and the last build of each kernel."""
+    kinds = {}
+    for build in builds:
+        kinds.setdefault(build.kernel, []).append(build)
+    return [build for kind in kinds.values() for build in dict.fromkeys((kind[0], kind[-1]))]
+
+
+@pytest.mark.parametrize("arch", compile_all.TARGETS)
+def test_what_is_listed_compiles_and_fits(arch, monkeypatch):
+    """All of it for a device of `WHOLE`, for another the first and the last build of each kernel."""
+    monkeypatch.setattr(compile_all, "compile_build", kept_image)
+    declared = [build for build in EVERYTHING if arch in build.archs]
+    asked = declared if arch in WHOLE or EVERY_DEVICE else ends(declared)
+    made = list(compile_all.compile_arch(arch, asked))
+    assert [(line["label"], line["error"]) for line in made] == [(build.label, "") for build in asked]
+    assert {line["kernel"] for line in made} == {build.kernel for build in declared}
     # masked_prefill: the stack of rows that are computed again (test_nvidia_prompts); indexer_logits_prefill: two words between
     # runs of tokens (test_nvidia_indexer_logits); sparse_decode_sm80: two words around the loop (test_nvidia_native_sm80)
     most = {"masked_prefill": 200, "indexer_logits_prefill": 8, "sparse_decode_sm80": 8}

@@ -76,10 +76,15 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
-@pytest.mark.parametrize("route", ["direct", "split"])
-@pytest.mark.parametrize(("size", "interleave"), GROUPS)
+MET = [
+    (*group, ("direct", "split")[(i + j) % 2], ("auto", "fp8_ds_mla")[(i + j // 2) % 2], batch)
+    for i, group in enumerate(GROUPS)
+    for j, batch in enumerate(BATCHES)
+]
+"""Every two values of a group, a route, a cache and a batch are together in one of them."""
+
+
+@pytest.mark.parametrize(("size", "interleave", "route", "kv_cache_dtype", "batch"), MET)
 def test_partial_results_of_ranks_are_the_whole(
     size: int, interleave: int, route: str, kv_cache_dtype: str, batch: str, monkeypatch: pytest.MonkeyPatch
 ):
