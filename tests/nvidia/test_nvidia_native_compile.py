@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import operator
-import os
 import re
 from dataclasses import replace
 from importlib.resources import files
 
 import pytest
-from kept_images import kept_image, kept_listing
+from kept_images import EVERY_DEVICE, kept_image, kept_listing
 from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
@@ -175,8 +174,6 @@ EVERYTHING = (
 )
 WHOLE = {"sm80": 800, "sm90": 900, "sm100": 1000}
 """Device -> __CUDA_ARCH__. Every build is for one of them, and for them every source is all that it can be."""
-EVERY_DEVICE = "MLA_TEST_EVERY_DEVICE" in os.environ
-"""Set by `ci/compile --all`: other devices have all of their builds compiled as well."""
 
 
 def test_every_source_is_compiled_both_ways_of_a_condition_on_the_architecture():
