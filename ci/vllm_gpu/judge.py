@@ -223,12 +223,17 @@ def _stock(ran: Ran, cell: str) -> dict[str, list[Run]]:
     return {mode: _runs(ran, f"stock-{cell}-{mode}") for mode in ("eager", "graphs")}
 
 
+def _against_itself(runs: Sequence[Run]) -> str:
+    """The largest differences between two runs of one engine, in words; inf where there is one run alone."""
+    pairs = list(combinations(runs, 2))
+    own = [max((agree(*pair, **side).difference for pair in pairs), default=math.inf) for side in (_SHORT, _LONG)]
+    return f"against itself: short {own[0]:.3f}, long {own[1]:.3f}"
+
+
 def _cell(ran: Ran, out: Path, cell: str) -> Iterator[Line]:
     """One head count and cache format: stock against itself, then all others against stock."""
     stock = _stock(ran, cell)
-    pairs = list(combinations([*stock["eager"], *stock["graphs"]], 2))
-    own = [max((agree(*pair, **side).difference for pair in pairs), default=math.inf) for side in (_SHORT, _LONG)]
-    text = f"against itself: short {own[0]:.3f}, long {own[1]:.3f}"
+    text = _against_itself([*stock["eager"], *stock["graphs"]])
     yield Line(f"stock-{cell}-eager", text if stock["eager"] else "did not finish", None if stock["eager"] else False)
     for who, mode in product(("plugin", "triton", "override", *jobs.REHEARSALS), jobs.MODES):
         theirs = stock["eager" if mode == "eager" else "graphs"]
@@ -348,16 +353,20 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
         else:
             compared = compare(_runs(ran, against)[0], runs[0])
             passed = compared.is_close and (job.who == stock or bool(ran[job.name].served))
-            sound = _reference(against, _runs(ran, against)).passed is None
-            yield Line(job.name, f"against {against}: {compared}", passed if sound else None)
+            yield Line(job.name, f"against {against}: {compared}", passed if _agrees(_runs(ran, against)) else None)
+
+
+def _agrees(runs: Sequence[Run]) -> bool:
+    """An engine's runs are as close as those of two engines have to be."""
+    return all(compare(*pair).is_close for pair in combinations(runs, 2))
 
 
 def _reference(name: str, runs: Sequence[Run]) -> Line:
-    own = [compare(*pair) for pair in combinations(runs, 2)]
-    if all(each.is_close for each in own):
-        return Line(name, "what the others are compared with" + "".join(f"; against itself: {each}" for each in own[:1]), None)
-    worst = next(each for each in own if not each.is_close)
-    return Line(name, f"differs from itself, so that nothing is judged by it: {worst}", False)
+    """Of the engine with which others are compared; it fails where they cannot be judged by it."""
+    own = f"; {_against_itself(runs)}" if len(runs) > 1 else ""
+    if _agrees(runs):
+        return Line(name, f"what the others are compared with{own}", None)
+    return Line(name, f"differs from itself, so that nothing is judged by it{own}", False)
 
 
 def _unfinished(name: str, done: Done | None, *, is_stock: bool) -> Line:
