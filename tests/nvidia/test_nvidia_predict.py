@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_kernels import load_file
 from kept_images import kept_image, kept_listing
 
 from mla_portable.capability.profiles import all_profiles
@@ -23,10 +23,7 @@ BUILDS = [build for rows in ("fp8_ds_mla", "bf16") for build in sparse_decode_sm
 
 @pytest.fixture(scope="module")
 def predict() -> Iterator[Any]:
-    spec = importlib.util.spec_from_file_location("predict", CI / "predict.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["predict"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module: Any = load_file("predict", str(CI / "predict.py"))
     listed = module.cuobjdump
     module.cuobjdump = lambda cubin, flag: kept_listing(cubin) if flag == "-sass" else listed(cubin, flag)
     yield module
