@@ -38,10 +38,10 @@ _MEANING: Final = {
     "auto": "chosen with --attention-backend CUSTOM, and where stock does not serve the device or the configuration",
 }
 _V4_ON_REQUEST: Final = "vLLM's; mla_portable's with --attention-backend CUSTOM, or in mode override"
-_SINCE: Final = re.compile(r"0\.(2[6-9]|[3-9]\d|\d{3})|[1-9]")
-"""Versions of vLLM with DeepSeek-V4."""
-_INDEXER_SINCE: Final = re.compile(r"0\.(2[4-9]|[3-9]\d|\d{3})|[1-9]")
-"""Versions of vLLM whose indexer the plugin can serve; it leaves that of others alone."""
+_V4_SINCE: Final = 26
+"""0.26 is the first vLLM with DeepSeek-V4."""
+_INDEXER_SINCE: Final = 24
+"""0.24 is the first vLLM whose indexer the plugin can serve; it leaves that of others alone."""
 
 
 def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> EngineStatus:
@@ -63,8 +63,8 @@ def _indexer(registry: Registry, device: torch.device, version: str, environ: Ma
     mode, facts = settings.indexer(environ), registry.facts(device)
     if mode == "off" or (mode == "auto" and facts.device_type == "cpu"):
         return f"vLLM's ({settings.ENV_INDEXER}={mode})"
-    if not _INDEXER_SINCE.match(version):
-        return f"vLLM's: mla_portable's needs vLLM 0.24 or newer, this is {version}"
+    if not _is_since(version, _INDEXER_SINCE):
+        return f"vLLM's: mla_portable's needs vLLM 0.{_INDEXER_SINCE} or newer, this is {version}"
     own = own_indexer(facts)
     if mode == "auto" and own and not deep_gemm_serves(facts):
         return f"vLLM's: {own}"
@@ -79,7 +79,7 @@ def _deepseek_v4(registry: Registry, device: torch.device, version: str, route: 
     """Whose attention DeepSeek-V4's layers get, and why; empty where vLLM would not choose among classes for CUDA."""
     facts = registry.facts(device)
     capability = _capability(facts)
-    if capability is None or _SINCE.match(version) is None:
+    if capability is None or not _is_since(version, _V4_SINCE):
         return ()
     if v4.below_sm90(capability):
         return (("DeepSeek-V4", f"{v4.AS_FAR_AS}: {v4.BELOW_SM90}. {v4.FORK}"),)
@@ -93,6 +93,12 @@ def _deepseek_v4(registry: Registry, device: torch.device, version: str, route: 
     words = f"vLLM's, mla_portable does not serve it: {against[0]}" if against else f"{asked}; {served}"
     newer = v4.against_device(capability, v41=True)
     return (("DeepSeek-V4", words), *(("DeepSeek-V4.1", f"vLLM's, mla_portable does not serve it: {each}") for each in newer))
+
+
+def _is_since(version: str, minor: int) -> bool:
+    """vLLM's version is 0.`minor` or newer."""
+    found = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return found is not None and (int(found[1]), int(found[2] or 0)) >= (0, minor)
 
 
 def _decode(decision: RouteDecision) -> str:
