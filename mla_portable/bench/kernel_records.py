@@ -98,7 +98,9 @@ def times_of(cases: Iterable[CaseTimes]) -> list[Time]:
 
 
 def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | None = None) -> list[MeasuredTime]:
-    """The times of a run that can rank implementations, for `costs_text`: without overlaps; of several widths the largest.
+    """The times of a run that can rank implementations, for `costs_text`: of several widths the largest.
+
+    Left out: times with an overlap, and those of disturbed problems.
 
     Args:
         backend: whose; None for all.
@@ -110,8 +112,9 @@ def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | Non
     )
     measurement = Measurement(profile.name, (run.device_name,), run.date, run.release, versions)
     found: dict[tuple[Any, ...], MeasuredTime] = {}
+    disturbed = run.disturbed
     for time in sorted(run.times, key=lambda time: time.width):
-        if time.overlap or backend not in (None, time.implementation.partition(".")[0]):
+        if time.overlap or time.problem in disturbed or backend not in (None, time.implementation.partition(".")[0]):
             continue
         topk = None if time.form else time.topk  # a request states the form instead
         size = time.implementation, time.primitive, time.layout, time.heads, topk, time.rows

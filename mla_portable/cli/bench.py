@@ -66,6 +66,12 @@ def costs(
         if backend is None and len(backends) > 1:
             raise typer.BadParameter(f"{run.name} has times of {', '.join(backends)}; name one", param_hint="--backend")
         found = measured_times(timed, all_profiles(records), backend)
+        sizes = sorted({f"{each.primitive} of {each.rows} rows" for each in timed.times if each.problem in timed.disturbed})
+        if sizes:
+            output.note(
+                f"left out: {', '.join(sizes)}, where the 90th percentile of a time is more than 1.5 times the 10th. "
+                "Something disturbed them; time these sizes again"
+            )
         if not found:
             has = f"has times of {', '.join(backends)}" if backends else "has no times"
             raise typer.BadParameter(f"{run.name} {has}", param_hint="RUN" if backend is None else "--backend")
