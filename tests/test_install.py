@@ -103,7 +103,7 @@ def test_a_container_starts_as_the_engine_s_own_image_does() -> None:
     assert words == ["ARG", "FROM", "ARG", "ARG", "COPY", "RUN"], "ENTRYPOINT, CMD, WORKDIR, USER and ENV stay the image's"
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-vllm.txt", "requirements-sglang.txt"])
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-engines.txt"])
 def test_no_other_list_repeats_the_dependencies(name: str) -> None:
     own = {distribution(each) for each in requirements(NO_TORCH)}
     assert not own & {distribution(each) for each in requirements(name)}

@@ -434,11 +434,13 @@ def test_an_edit_changes_no_choice_and_needs_no_new_run(copy_of_the_code: Path) 
 
     before = says()
     core = copy_of_the_code / "mla_portable"
+    nvidia = copy_of_the_code / "backends/nvidia/src/mla_portable_nvidia"
     for path, old, new in (
         (core / "layouts/base.py", 'got=f"{dtype} rows of {width}"', 'got=f"rows of {width}, of {dtype}"'),
+        (nvidia / "native/bound.py", "for it was bound for", "because it was bound for"),
         (core / "accelerator.py", "from __future__", "# another comment\nfrom __future__"),
         (core / "contracts/triton_launcher.py", "_KEPT: Final = 1024", "_KEPT: Final = 2048"),
-        (copy_of_the_code / "backends/nvidia/src/mla_portable_nvidia/native/sparse_decode.cuh", "\n", "\n// a comment\n"),
+        (nvidia / "native/sparse_decode.cuh", "\n", "\n// a comment\n"),
         (
             core / "layouts/__init__.py",
             "from mla_portable.layouts.index",
