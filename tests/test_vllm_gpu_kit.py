@@ -610,9 +610,9 @@ def test_times_of_ranks_and_every_line_go_into_the_file_of_a_run(kit: Any, tmp_p
     assert kit.kit.rank_times(run_of(kit, "tp1-plugin"), "vllm 1.0") == []
     lines, path = list(kit.judge.rank(ran)), tmp_path / "run.json.gz"
     monkeypatch.setattr(kit.kit.metadata, "version", lambda name: "1.0")
-    kit.kit.record(path, "rank", lines, times, None)
+    kit.kit.record(path, "rank", lines, times, who="a_test", commit=None)
     run = read_run(path)
-    assert run.engine_times == times and run.versions["vllm"] == "1.0"
+    assert run.engine_times == times and run.versions["vllm"] == "1.0" and run.who == "a_test"
     assert [each.text for each in run.comparisons] == [line.found for line in lines], "also lines of one name"
 
 

@@ -3,7 +3,7 @@
 
     ci/gpu_vllm [FOLDER] [--indexer | --other-models | --features | --load | --prompts | --rank | --rank-long | --rank-flash |
                 --tensor-parallel | --context-parallel GPUS]
-                [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--commit COMMIT]]
+                [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--who NAME] [--commit COMMIT]]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
 """
@@ -85,10 +85,12 @@ def run(todo: Sequence[Job], out: Path, checkpoints: Path, *, parallel: int, end
         return {done.job.name: done for done in several if done is not None}
 
 
-def record(path: Path, suite: str, lines: Iterable[judge.Line], times: Iterable[EngineTime], commit: str | None) -> None:
+def record(
+    path: Path, suite: str, lines: Iterable[judge.Line], times: Iterable[EngineTime], *, who: str | None, commit: str | None
+) -> None:
     """Add what was judged and timed to the file of a run. Lines of one name have numbers, because a file keeps one of each."""
     device, version = resolve_device(get_registry().default_device()), metadata.version("vllm")
-    file = recorder(path, get_registry(), device, commit=commit, versions={"vllm": version})
+    file = recorder(path, get_registry(), device, who=who, commit=commit, versions={"vllm": version})
     seen = Counter[str]()
     compared: list[Comparison] = []
     for line in lines:
@@ -149,6 +151,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
     parser.add_argument("--record", type=Path, metavar="FILE", help="add the results to a run (docs/dev/evidence.md)")
+    parser.add_argument("--who", metavar="NAME", help="who runs this, for --record; default: git's user.name, or the login")
     parser.add_argument("--commit", help="of the code that runs, for --record where git is not there to say it")
     args, begin = parser.parse_args(words), time.monotonic()
     out, end = args.folder.resolve(), begin + args.budget
@@ -198,7 +201,9 @@ def main(words: Sequence[str] | None = None) -> int:
         suite = asked.replace("_", " ") + (f" {args.context_parallel}" if args.context_parallel else "")
         model = {"rank_flash": ", GLM-5.3-Flash", "rank_long": ", long contexts"}.get(asked, "")
         times = rank_times(ran, f"vllm {metadata.version('vllm')}{model}")
-        record(args.record, f"{suite}, only {args.only}" if args.only else suite, lines, times, args.commit)
+        if args.only:
+            suite += f", only {args.only}"
+        record(args.record, suite, lines, times, who=args.who, commit=args.commit)
     return int(bool(failed or left_out))
 
 
