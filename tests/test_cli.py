@@ -155,7 +155,7 @@ def test_a_benchmark_takes_every_name_that_it_lists(command):
         assert "rows" in done.stderr and "--primitive" not in done.stderr, name
 
 
-@pytest.mark.parametrize("words", ["matrix", "--help"])
+@pytest.mark.parametrize("words", ["doctor", "matrix", "explain merge_states", "--help"])
 def test_a_width_of_0_is_no_width(words):
     done = in_a_process(*words.split(), COLUMNS="0")
     assert len(done.stdout) > 200
@@ -292,7 +292,7 @@ atexit.register(say, "exit")
 """
 
 
-@pytest.mark.parametrize("words", ["matrix h200", "conform loud --level smoke --primitive merge_states"])
+@pytest.mark.parametrize("words", ["doctor", "matrix h200", "conform loud --level smoke --primitive merge_states"])
 def test_the_document_is_alone_on_stdout_whatever_a_plugin_writes_there(tmp_path, words):
     (tmp_path / "loud_plugin.py").write_text(LOUD)
     dist = tmp_path / "loud-1.dist-info"

@@ -403,11 +403,14 @@ def copy_of_the_code(tmp_path: Path) -> Iterator[Path]:
 
 SAYS = """
 import json
+from itertools import product
 from pathlib import Path
 from mla_portable.capability.suite import TodaysSuite
 from mla_portable.capability.table import make_matrix
 from mla_portable.capability.profiles import all_profiles
+from mla_portable.contracts import Request
 from mla_portable.layouts import LAYOUTS
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 
 registry = Registry(environ={}, probe=False, costs="measured")
@@ -415,7 +418,15 @@ matrix = make_matrix(Path("capability"), registry)
 today = TodaysSuite(registry.implementations(), all_profiles(Path("capability")))
 some = (("sparse_decode", "nvidia.native"), ("merge_states", "triton.portable"))
 ids = [case for one in some for case in today.cases(*one, "sm90", "quick")]
-print(json.dumps([matrix.model_dump(mode="json", include={"devices", "proofs", "ci"}), ids, len(LAYOUTS)]))
+sizes = product(("h200", "h100"), (SPARSE_DECODE, SPARSE_PREFILL), ("bf16", "fp8_ds_mla"), (8, 16, 64, 128), (1, 16, 256))
+profiles = dict(all_profiles(Path("capability")))
+decisions = [
+    registry.decide(Request(each, profiles[slug].device_facts(), kv_layout=rows, num_heads=heads, topk=2048, rows=many)).text()
+    for slug, each, rows, heads, many in sizes
+]
+assert any("measured" in text for text in decisions)
+chosen = matrix.model_dump(mode="json", include={"devices", "proofs", "ci"})
+print(json.dumps([[chosen, decisions], ids, len(LAYOUTS)]))
 """
 
 
@@ -435,9 +446,12 @@ def test_an_edit_changes_no_choice_and_needs_no_new_run(copy_of_the_code: Path) 
     before = says()
     core = copy_of_the_code / "mla_portable"
     nvidia = copy_of_the_code / "backends/nvidia/src/mla_portable_nvidia"
+    triton = copy_of_the_code / "backends/triton/src/mla_portable_triton"
     for path, old, new in (
         (core / "layouts/base.py", 'got=f"{dtype} rows of {width}"', 'got=f"rows of {width}, of {dtype}"'),
+        (core / "layouts/base.py", '"add_layout", "layout"', '"add_layout", "the layout"'),
         (nvidia / "native/bound.py", "for it was bound for", "because it was bound for"),
+        (triton / "attention_configs.py", "from __future__", "# another comment\nfrom __future__"),
         (core / "accelerator.py", "from __future__", "# another comment\nfrom __future__"),
         (core / "contracts/triton_launcher.py", "_KEPT: Final = 1024", "_KEPT: Final = 2048"),
         (nvidia / "native/sparse_decode.cuh", "\n", "\n// a comment\n"),
