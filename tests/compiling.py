@@ -6,7 +6,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["KEPT", "compiling"]
+__all__ = ["EVERY_DEVICE", "KEPT", "compiling"]
+
+EVERY_DEVICE = "MLA_TEST_EVERY_DEVICE" in os.environ
+"""Set by `ci/compile --all`: kernels are compiled for more devices than in each run."""
 
 _BESIDE = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
 """Where Triton keeps what it compiles; `.ci/run` gives it a folder of its own."""

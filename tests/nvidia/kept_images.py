@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
 from compiling import KEPT
@@ -12,10 +11,7 @@ from mla_portable_nvidia.compile_all import cuobjdump
 from mla_portable_nvidia.native import build as native_build
 from mla_portable_nvidia.native.images import compile_kept
 
-__all__ = ["EVERY_DEVICE", "kept_image", "kept_listing"]
-
-EVERY_DEVICE = "MLA_TEST_EVERY_DEVICE" in os.environ
-"""Set by `ci/compile --all`: builds are compiled for all of their devices, not for one of each kind of code alone."""
+__all__ = ["kept_image", "kept_listing"]
 
 kept_image = partial(native_build.compile_build, compiler=partial(compile_kept, environ=KEPT))
 """`compile_build` whose image comes from disk where it is there."""

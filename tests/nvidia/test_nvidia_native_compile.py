@@ -14,7 +14,8 @@ from dataclasses import replace
 from importlib.resources import files
 
 import pytest
-from kept_images import EVERY_DEVICE, kept_image, kept_listing
+from compiling import EVERY_DEVICE
+from kept_images import kept_image, kept_listing
 from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia

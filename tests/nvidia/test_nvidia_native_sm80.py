@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch_reference as reference
-from kept_images import EVERY_DEVICE, kept_image
+from compiling import EVERY_DEVICE
+from kept_images import kept_image
 from machines import A100, RTX_4090, RTX_5090
 from native_model import Memory, Model, attended, cache_of, check_laid_out, query_width, second_of, sink_of, stand_ins, store
 from test_nvidia_native import SCALE, cache, check_calls, check_second_cache, problem
