@@ -30,7 +30,7 @@ MAX_BYTES: Final = 16 << 20
 _MAX_FIELDS: Final = 200
 """Of an object."""
 _MAX_ID: Final = 400
-_UNSTEADY: Final = 1.5
+DISTURBED: Final = 1.5
 """90th over 10th percentile of a time that something disturbed; of thousands of undisturbed times the largest is 1.3."""
 _ID: Final = re.compile(r"(?P<primitive>[a-z0-9_]+)\[(?P<implementation>[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*)(?:-.*)?\]")
 _BOUND_TO: Final = ("release", "commit", "device", "target", "who", "driver", "versions")
@@ -206,7 +206,7 @@ class Run(Model):
     @property
     def disturbed(self) -> set[tuple[Any, ...]]:
         """Problems of times that something disturbed. They are timed in turns, so none of such a problem's times counts."""
-        return {time.problem for time in self.times if time.p90 > _UNSTEADY * time.p10}
+        return {time.problem for time in self.times if time.p90 > DISTURBED * time.p10}
 
 
 def suite_of(cases: Iterable[Case]) -> str | None:

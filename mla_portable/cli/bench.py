@@ -58,7 +58,7 @@ def costs(
     with command(as_json=False, doing="reading the run") as output:
         from mla_portable.bench.kernel_records import measured_times
         from mla_portable.capability.profiles import all_profiles
-        from mla_portable.capability.run import read_run
+        from mla_portable.capability.run import DISTURBED, read_run
         from mla_portable.registry.cost_files import costs_text
 
         timed = read_run(run)
@@ -66,10 +66,11 @@ def costs(
         if backend is None and len(backends) > 1:
             raise typer.BadParameter(f"{run.name} has times of {', '.join(backends)}; name one", param_hint="--backend")
         found = measured_times(timed, all_profiles(records), backend)
-        sizes = sorted({f"{each.primitive} of {each.rows} rows" for each in timed.times if each.problem in timed.disturbed})
+        disturbed = timed.disturbed
+        sizes = sorted({f"{each.primitive} of {each.rows} rows" for each in timed.times if each.problem in disturbed})
         if sizes:
             output.note(
-                f"left out: {', '.join(sizes)}, where the 90th percentile of a time is more than 1.5 times the 10th. "
+                f"left out: {', '.join(sizes)}, where the 90th percentile of a time is more than {DISTURBED:g} times the 10th. "
                 "Something disturbed them; time these sizes again"
             )
         if not found:
