@@ -4,7 +4,7 @@
 
     ci/interpreter.py conform triton --device cpu
 
-Triton's interpreter (3.5 to 3.7) does work again whose result is known, or that nothing uses. Left out here are
+Triton's interpreter (3.5 to 3.9) does work again whose result is known, or that nothing uses. Left out here are
 
 - replacing the functions of the language by interpreted ones whenever a kernel calls a function of its own: once a launch is
   enough, for each set of language modules that such functions see. It took 40 % of the time of this project's kernels;

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch_reference as reference
 from commands import document, invoke, missing_library
 from machines import Costs
@@ -95,6 +96,14 @@ def test_doctor_reports_a_device_that_fails_while_probing():
     registry = registry_with(("spoiled", Spoiled({"cache_write": out_of_memory})))
     answer = document("doctor", registry=registry, code=1)
     assert any("MemoryError: no room" in problem["what"] for problem in answer["problems"] if problem["fatal"])
+
+
+@pytest.mark.parametrize(("version", "device", "told"), [("3.9.0", "cuda", 0), ("3.10.0", "cuda", 1), ("3.10.0", "cpu", 0)])
+def test_doctor_says_where_launches_of_triton_are_slow(version, device, told, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    problems = list(diagnosis._slow_launches(torch.device(device)))
+    assert [(problem.fatal, "3.10.0" in problem.what) for problem in problems] == [(False, True)] * told
 
 
 def test_doctor_shows_the_policy_and_where_it_comes_from(tmp_path):

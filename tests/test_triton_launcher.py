@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +46,7 @@ class Machine:
             return launch
 
     def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
         function = JITFunction(_kernel, do_not_specialize=["size", "count"])
         self.params, self.first, self.again = function.params, 0, []
         self.compiled: dict[str, Machine.Compiled] = {}
@@ -49,11 +54,13 @@ class Machine:
         self.binder = create_function_from_signature(function.signature, function.params, backend)
 
     def meaning(self, *arguments: Any, **named: Any) -> object:
-        return self.binder(*arguments, **{name: value for name, value in named.items() if name != "num_warps"})[1]
+        return self.binder(*arguments, **named)[1]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **named: Any) -> Any:
             self.first += 1
+            options = {name: named.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in named}
+            self.options.append(options)
             meaning = self.meaning(*arguments, **named)
             return self.compiled.setdefault(repr(meaning), self.Compiled(self, meaning))
 
@@ -173,13 +180,25 @@ def test_where_nothing_is_known_of_triton_it_is_asked_every_time(machine: Machin
     ("version", "hip", "kept"),
     [
         *(("3.4.0", None, False), ("3.5.1", None, True), ("3.6.0", None, True), ("3.7.1", None, True)),
-        *(("3.8.0", None, False), ("3.10.0", None, False), ("4.0.0", None, False), ("3.6.0", "6.4", False)),
+        *(("3.8.0", None, True), ("3.9.0", None, True), ("3.10.0", None, False), ("4.0.0", None, False)),
+        ("3.6.0", "6.4", False),
     ],
 )
 def test_which_tritons_are_known(version: str, hip: str | None, kept: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert (module._machine_code.__wrapped__() is not None) is kept
+    why = module.why_through_triton()
+    assert why is None if kept else version in why or "ROCm" in why
+
+
+def test_every_compilation_states_that_products_and_sums_are_fused(machine: Machine):
+    """Triton warns where it is not stated, and its default changes with 3.10."""
+    launch, a = TritonLauncher(machine), MEMORY[torch.bfloat16]
+    for size in (1, 1, 2**31):  # the first two calls of a key, and one that Triton is always asked for
+        launch((1,), a, a, None, 0.5, 16, size, 1, FLAG=False, WIDTH=64, num_warps=4)
+    launch((1,), a, a, None, 0.5, 16.0, 1, 1, FLAG=False, WIDTH=64, num_warps=4)
+    assert machine.options == [{"num_warps": 4, "enable_fp_fusion": True}] * 4
 
 
 def test_what_is_kept_is_bounded(machine: Machine):
@@ -201,4 +220,13 @@ def test_interpreted_kernels_are_called_as_ever():
             return lambda *arguments, **named: calls.append((grid, arguments, named))
 
     TritonLauncher(Interpreted())((2,), 1, 2, WIDTH=3)
-    assert calls == [((2,), (1, 2), {"WIDTH": 3})]
+    assert calls == [((2,), (1, 2), {"WIDTH": 3, "enable_fp_fusion": True})]
+
+
+def test_a_mask_with_a_scalar_operand_is_taken_by_the_interpreter():
+    """Triton 3.9's refuses it as it is. In a process of its own: Triton decides on the interpreter when it decorates."""
+    script = Path(__file__).with_name("interpreted_mask.py")
+    run = subprocess.run(
+        [sys.executable, script], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "[1.0, 2.0, 3.0, 0.0]\n", run.stderr

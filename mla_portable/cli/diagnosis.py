@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -132,7 +133,7 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         Choice(str(d.request.primitive), d.chosen, d.control, d.forced, tuple(v.implementation for v in d.verdicts))
         for d in decisions
     )
-    problems += _forced_plugins(registry, rules)
+    problems += [*_forced_plugins(registry, rules), *_slow_launches(device)]
     problems += _defects(examined, rules, choices)
     devices = ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each)))
     return Diagnosis(
@@ -147,6 +148,19 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         choices=choices,
         problems=tuple(sorted(problems, key=lambda problem: (not problem.fatal, not problem.broken))),
     )
+
+
+def _slow_launches(device: torch.device) -> Iterator[Problem]:
+    """Kernels of Triton that it launches itself, which takes the host longer. On a CPU they are interpreted."""
+    if device.type != "cpu" and find_spec("triton") is not None:
+        from mla_portable.contracts.triton_launcher import why_through_triton
+
+        why = why_through_triton()
+        if why is not None:
+            yield Problem(
+                f"launches of Triton kernels take the host longer than they need to: {why}",
+                "take one of those versions, or leave it as it is: results do not change",
+            )
 
 
 def _version(package: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 """Cache compiled Triton kernels by launch signature; this halves the host time of a repeated launch.
 
 At each launch Triton inspects every argument to find the compilation that the call needs. Here it is asked at the first two
-calls of each key, which holds what Triton distinguishes calls by (`triton.runtime.jit` of 3.5 to 3.7): the
+calls of each key, which holds what Triton distinguishes calls by (`triton.runtime.jit` of 3.5 to 3.9): the
 device; the values of options and constants; of a pointer its type and whether it is a multiple of 16; the value of any other
 argument that is specialised. One that is not has to be an integer of 32 bits; Triton takes a larger one as 64.
 
@@ -21,27 +21,44 @@ from typing import Any, Final
 import torch
 
 from mla_portable.accelerator import accelerator, default_device
+from mla_portable.contracts.interpreted_masks import cast_masks
 
 _LIMIT: Final = 1 << 31
 _KEPT: Final = 1024
 _SINCE: Final = (3, 5)
-_UNTIL: Final = (3, 8)
+_UNTIL: Final = (3, 10)
 """First version whose `triton.runtime.jit` and `CompiledKernel` have not been compared with what this module assumes."""
+OPTIONS: Final = {"enable_fp_fusion": True}
+"""Options that every kernel is compiled with. Products and sums become one instruction, as the kernels' times and errors were
+measured; Triton's own default changes with 3.10."""
 _log: Final = logging.getLogger(__name__)
 
 
 @functools.cache
 def _machine_code() -> type | None:
-    """The class of what a launch returns, where it can be launched by itself; None for a Triton that this module does not know.
-
-    Unknown are versions outside of [_SINCE, _UNTIL), and ROCm, which also distinguishes calls by the size of a tensor's memory.
-    """
+    """The class of what a launch returns, where it can be launched by itself; None where Triton has to launch it."""
     import triton
 
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if torch.version.hip is not None or not _SINCE <= version < _UNTIL:
-        return None
-    return triton.compiler.CompiledKernel
+    return triton.compiler.CompiledKernel if why_through_triton() is None else None
+
+
+def _version() -> tuple[int, ...]:
+    """Of the installed Triton: major, minor."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def why_through_triton() -> str | None:
+    """Why Triton itself launches every call here; None where repeated calls skip its inspection of the arguments."""
+    import triton
+
+    if torch.version.hip is not None:
+        return "on ROCm Triton distinguishes calls by the size of a tensor's memory too"
+    if not _SINCE <= _version() < _UNTIL:
+        since, last = ".".join(map(str, _SINCE)), f"{_UNTIL[0]}.{_UNTIL[1] - 1}"
+        return f"the launch path of Triton {triton.__version__} is not known; those of {since} to {last} are"
+    return None
 
 
 class TritonLauncher:
@@ -63,6 +80,8 @@ class TritonLauncher:
         params = [param for param in getattr(kernel, "params", ()) if not param.is_constexpr]
         if params:
             self._known = {}
+        elif _version() >= (3, 9):
+            cast_masks()
         self._names = tuple(param.name for param in getattr(kernel, "params", ()) if param.is_constexpr)
         self._pointers = _picker([param.num for param in params if param.name.endswith("_ptr")])
         plain = [param for param in params if not param.name.endswith("_ptr")]
@@ -78,7 +97,7 @@ class TritonLauncher:
         except TypeError:  # no integer
             bits = _LIMIT
         if known is None or bits >= _LIMIT:
-            self._kernel[grid](*arguments, **named)
+            self._kernel[grid](*arguments, **named, **OPTIONS)
             return
         pointers = [t if t is None else (t.dtype, not t.data_ptr() & 15) for t in self._pointers(arguments)]
         constants = named.values()
@@ -87,11 +106,11 @@ class TritonLauncher:
         kinds = [*map(type, arguments), *map(type, constants), *named]
         found = known.get(key)
         if found is None:
-            self._remember(key, self._kernel[grid](*arguments, **named), named, kinds)
+            self._remember(key, self._kernel[grid](*arguments, **named, **OPTIONS), named, kinds)
         elif found[2] == kinds:
             found[0][(*grid, 1, 1)](*arguments, *found[1])
         else:
-            self._kernel[grid](*arguments, **named)
+            self._kernel[grid](*arguments, **named, **OPTIONS)
 
     def _find_current_index(self, arguments: tuple[Any, ...]) -> Callable[[], int]:
         """How to ask for the current device, of the type that the first call's tensors are on."""

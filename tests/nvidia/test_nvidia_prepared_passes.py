@@ -11,6 +11,7 @@ import pytest
 import torch
 from compiled_passes import compile_passes
 
+from mla_portable.contracts.triton_launcher import OPTIONS
 from mla_portable_nvidia import boundary, early_start, page_lists, prepared_passes
 from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.early_start import can_wait
@@ -131,7 +132,7 @@ def test_the_first_call_of_a_kind_goes_through_triton_and_the_others_to_the_driv
     kernel = Through(compiled())
     of = PreparedPass(kernel)
     tensors = call(of, 3, 64, 128)
-    assert kernel.calls == [((3, 1), (*tensors, *INTEGERS), {"num_warps": 8})]
+    assert kernel.calls == [((3, 1), (*tensors, *INTEGERS), {"num_warps": 8, **OPTIONS})]
     call(of, 3, 160, 256)
     assert (len(kernel.calls), driver.launched) == (1, [(160, 256)])
     call(of, 4, 64, 128)  # another kind
@@ -201,7 +202,7 @@ def test_an_integer_that_changes_is_given_to_each_launch_and_the_others_are_pack
     tensors = tuple(Tensor(at=address, device=0) for address in (64, 128))
     for changing in (5, 6):
         of((), tensors, lambda: Arguments((1, 1), INTEGERS[1:], {}), (changing,))
-    assert kernel.calls == [((1, 1), (*tensors, *INTEGERS), {})] and driver.launched == [(64, 128, 6)]
+    assert kernel.calls == [((1, 1), (*tensors, *INTEGERS), OPTIONS)] and driver.launched == [(64, 128, 6)]
     assert driver.prepared == [(7, "a_kernel", "QQi", "qQQ", 256, 48, 0, (1, 1), 1, (2**40, 0, 0), False)]
 
 

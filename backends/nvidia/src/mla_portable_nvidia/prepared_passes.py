@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.contracts.triton_launcher import OPTIONS, TritonLauncher
 from mla_portable_nvidia.native.driver import Kernel, Launch, Launches
 
 _INTEGERS: Final = {"i32": "i", "i64": "q"}
@@ -30,7 +30,7 @@ _PLAIN: Final = {
     "launch_cooperative_grid": False,
     "launch_pdl": False,
 }
-"""What a kernel's metadata have to say, by their names in Triton 3.5 to 3.7."""
+"""What a kernel's metadata have to say, by their names in Triton 3.5 to 3.9."""
 _WARP: Final = 32
 
 
@@ -91,7 +91,7 @@ class PreparedPass:
         if not self._prepares or key[1] < 0:
             self._through_triton(grid, *tensors, *changing, *integers, **named)
             return
-        compiled = self._kernel[grid](*tensors, *changing, *integers, **named)
+        compiled = self._kernel[grid](*tensors, *changing, *integers, **named, **OPTIONS)
         launch = prepared(compiled, grid, len(tensors), integers, key[1], changing=len(changing), starts_early=starts_early)
         if launch is None:
             self._prepares = False

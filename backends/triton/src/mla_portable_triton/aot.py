@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import triton
 
+from mla_portable.contracts.triton_launcher import OPTIONS
+
 TARGETS: Final[dict[str, tuple[str, int | str, int]]] = {
     "sm80": ("cuda", 80, 32),
     "sm86": ("cuda", 86, 32),
@@ -110,7 +112,7 @@ def compiled(variant: AotVariant, arch: str) -> Any:
         elif signature[name] == "constexpr":
             attributes[i,] = []
     source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constexprs), attrs=attributes)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    options: dict[str, object] = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **OPTIONS}
     if variant.max_registers:
         options["maxnreg"] = variant.max_registers
     return triton.compile(source, target=target, options=options)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding float32 to bfloat16 alike on hardware and in Triton's interpreter.
 
-The interpreter (triton 3.5 to 3.7) keeps bfloat16 as uint16: its casts from float32 cut instead of rounding, and its dots
+The interpreter (triton 3.5 to 3.9) keeps bfloat16 as uint16: its casts from float32 cut instead of rounding, and its dots
 and sums would work on the bit patterns. So a kernel that runs in both takes NATIVE: hardware's own conversion and
 bfloat16 operands where it is True, rounding by integer arithmetic and float32 operands of the same value where not.
 """
