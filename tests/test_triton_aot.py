@@ -76,11 +76,12 @@ def test_what_is_not_attention_spills_no_registers(arch: str, records: list[dict
 
 
 MOST_SPILLED = {
-    ("masked_prefill", "sparse_attention"): {"sm80": 64, "sm86": 64, "sm89": 64, "sm90": 128, "gfx942": 0},
+    ("masked_prefill", "sparse_attention"): {"sm80": 104, "sm86": 64, "sm89": 88, "sm90": 128, "gfx942": 136},
     ("indexer_logits",): {"sm80": 128, "sm86": 128, "sm89": 128, "sm90": 320, "gfx942": 0},
 }
-"""Bytes of a thread of kernels whose tiles were chosen by time. Attention, Triton 3.7: 56 and, on sm90, 120. The indexer's
-scores on sm80 and sm90, Triton 3.6: 112 and 296, 3.7: 48 and 184; of FP8 on sm90 80 and 16."""
+"""Bytes of a thread of kernels whose tiles were chosen by time. Attention in Triton 3.8: 104 on sm80 and 88 on sm89, for rows
+of V4 with 32 heads; in 3.7 56 and, on sm90, 120; gfx942, prompts of 256 dimensions: 136 in 3.8, 0 in 3.7. The indexer's scores
+on sm80 and sm90, Triton 3.6: 112 and 296, 3.7: 48 and 184, 3.8: 0 and 8; of FP8 on sm90 80 and 16 and, in 3.8, 0."""
 
 
 @pytest.mark.parametrize("kernels", MOST_SPILLED, ids="-".join)

@@ -30,7 +30,7 @@ from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.choice import BUILDS, MANY
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL
 from mla_portable_nvidia.native.masked_prefill import BUILDS as MASKED_PREFILL
-from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, compile_cubin
+from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, compile_cubin, nvrtc_version
 from mla_portable_nvidia.native.pack_selection import BUILD as PACK_SELECTION
 from mla_portable_nvidia.native.sparse_decode import HEADERS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
@@ -48,6 +48,8 @@ TWO = [replace(build, lists=2) for build in ALL]
 TWO_SM80 = [replace(build, lists=2) for build in SM80]
 INDEXER = (*DECODE.values(), *PREFILL.values())
 MASKED = tuple(MASKED_PREFILL.values())
+SPILLED_BY_TOPK_SELECT = 8 if nvrtc_version() > (13, 0) else 0
+"""Bytes of a thread: NVRTC 13.2, which torch 2.15 brings, keeps two words of `t1024-b2` in memory."""
 UNION = [build for build in ATTENDING if build.rows == FP8_DS_MLA.name]
 
 
@@ -134,7 +136,8 @@ def test_topk_select_compiles_for_every_architecture_that_it_declares(build, arc
         compile_cubin(f'{source}\nstatic_assert({known}, "differs");', build.archs[arch], build.defines), "-res-usage"
     )
     assert re.findall(r"Function (\w+)", usage) == [build.kernel]
-    assert re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage) == [("0", "0")]
+    stack, local = map(int, re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage).groups())
+    assert stack <= SPILLED_BY_TOPK_SELECT and local == 0
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     per_sm = build.blocks_per_sm if arch in ("sm80", "sm90", "sm100", "sm103") else 1  # others have 1,536 threads
     assert registers * build.threads * per_sm <= REGISTERS
@@ -240,8 +243,9 @@ def test_what_is_listed_compiles_and_fits(arch, monkeypatch):
     # masked_prefill: the stack of rows that are computed again (test_nvidia_prompts); indexer_logits_prefill: two words between
     # runs of tokens (test_nvidia_indexer_logits); sparse_decode_sm80: two words around the loop (test_nvidia_native_sm80)
     most = {"masked_prefill": 200, "indexer_logits_prefill": 8, "sparse_decode_sm80": 8}
+    most["topk_select"] = SPILLED_BY_TOPK_SELECT
     assert not [line for line in made if line["spilled"] > most.get(line["kernel"], 0)]
-    assert {line["versions"]["nvrtc"] for line in made} == {"13.0"}
+    assert {line["versions"]["nvrtc"] for line in made} == {"{}.{}".format(*nvrtc_version())}
 
 
 def test_a_build_that_does_not_fit_fails_the_command(capsys, monkeypatch):
