@@ -16,6 +16,7 @@ import mla_portable.reference
 from mla_portable.conformance import run_suite
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request
 from mla_portable.primitives._reference import CacheRows
+from mla_portable.primitives._select_in_parts import SCRATCH_BYTES
 from mla_portable.registry import Registry
 
 INT_MAX = 2**31 - 1
@@ -103,23 +104,24 @@ def test_one_row_may_stand_for_every_slot():
 # --- attention
 
 
-CHUNKS = {
-    "_attention": ("_CHUNK_BYTES", {"cpu": 2_000_000}),
-    "convert_indices": ("_CHUNK_BYTES", 20_000),
-    "_indexer": ("_CHUNK_ELEMENTS", 30_000),
-    "indexer_logits_ragged": ("_CHUNK_ELEMENTS", 30_000),
-    "topk_select": ("_CHUNK_ELEMENTS", 8_000),
-    "pack_selection": ("_CHUNK_BYTES", 20_000),
-    "masked_prefill": ("_CHUNK_BYTES", 50_000),
-    "merge_states": ("_CHUNK_BYTES", 9_000),
-    "gather_upconvert": ("_CHUNK_TOKENS", 5),
-    "cache_write": ("_CHUNK_TOKENS", 7),
-}
+CHUNKS = [
+    ("_attention", "_CHUNK_BYTES", {"cpu": 2_000_000}),
+    ("convert_indices", "_CHUNK_BYTES", 20_000),
+    ("_indexer", "_CHUNK_ELEMENTS", 30_000),
+    ("_indexer", "_CHUNK_KEYS", 23),
+    ("indexer_logits_ragged", "_CHUNK_ELEMENTS", 30_000),
+    ("topk_select", "_CHUNK_ELEMENTS", 8_000),
+    ("pack_selection", "_CHUNK_BYTES", 20_000),
+    ("masked_prefill", "_CHUNK_BYTES", 50_000),
+    ("merge_states", "_CHUNK_BYTES", 9_000),
+    ("gather_upconvert", "_CHUNK_TOKENS", 5),
+    ("cache_write", "_CHUNK_TOKENS", 7),
+]
 """Sizes of which the suite's smallest cases fill several chunks of two rows or more."""
 
 
 def test_chunks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch):
-    for module, (name, size) in CHUNKS.items():
+    for module, name, size in CHUNKS:
         monkeypatch.setattr(sys.modules[f"mla_portable.primitives.{module}"], name, size)
     registry = Registry(plugins=[("reference", mla_portable.reference)], environ={}, probe=False)
     report = run_suite(registry, "reference", device="cpu", level="smoke")
@@ -191,3 +193,24 @@ def test_the_work_of_a_gather_is_bounded_by_the_workspace(monkeypatch: pytest.Mo
     reference.gather_upconvert(cache, table, lengths, starts, out=out)
     assert sum(walked) == 4 + 2 and torch.equal(out, expected)
     assert torch.equal(out[:2], cache[1, 1:3]) and (out[2:4] == 0).all() and (out[4:] == 7).all()
+
+
+def test_a_selection_of_a_long_context_keeps_its_bound_of_memory():
+    """In a process of its own, whose largest resident size tells. Of 64 heads at once a score takes 512 bytes a position."""
+    script = """
+import resource, torch, mla_portable as mp
+torch.set_num_threads(1)
+int32, columns = torch.int32, 2048
+cache, table = torch.zeros(columns, 64, 132, dtype=torch.uint8), torch.arange(columns, dtype=int32)[None]
+q, weights = torch.zeros(1, 64, 128, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(1, 64)
+
+def largest(columns):
+    start, length = torch.tensor([0, 1], dtype=int32), torch.tensor([columns * 64], dtype=int32)
+    mp.indexer_select(q, weights, cache, start, length, table[:, :columns], topk=2048, backend="reference")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = largest(2)
+print(largest(columns) - before)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(run.stdout) <= SCRATCH_BYTES >> 10

@@ -197,16 +197,19 @@ def test_as_many_candidates_as_scratch_holds_and_one_more(length: int, k: int, h
     assert torch.equal(got, oracle.topk_select(logits, starts, ends, topk=k))
 
 
-def test_a_key_that_is_nan_is_never_chosen():
-    arguments = problem(2, 16, [1, 2], [20, 33], kv="index_fp8")
-    codes, _ = LAYOUTS["index_fp8"].parts(arguments[2])
-    codes[arguments[5][0, 0].long(), 3, 100] = 0x7F
+@pytest.mark.parametrize("kv", STORED)
+def test_a_key_that_is_nan_is_never_chosen(kv: str):
+    arguments = problem(2, 16, [1, 2], [20, 33], kv=kv)
+    key = LAYOUTS[kv].parts(arguments[2])[0][arguments[5][0, 0].long(), 3]
+    key[100] = 0x7F if kv == "index_fp8" else math.nan
     for chosen in (
-        bound(INDEXER_SELECT, "index_fp8")(*(x.to(DEVICE) for x in arguments), topk=40).cpu(),
+        bound(INDEXER_SELECT, kv)(*(x.to(DEVICE) for x in arguments), topk=40).cpu(),
         INDEXER_SELECT.reference(*arguments, topk=40),
     ):
         assert chosen[0, :20].tolist() == [0, 1, 2, *range(4, 20), -1] and (chosen[0, 20:] == -1).all()
         assert chosen[1, :33].tolist() == [*range(32), -1] and chosen[2, :33].tolist() == [*range(33)]
+    for most in (8, 15, 19):  # the token sees more keys than it may choose
+        assert 3 not in bound(INDEXER_SELECT, kv)(*(x.to(DEVICE) for x in arguments), topk=most)[0].tolist()
 
 
 @pytest.mark.parametrize("module", [indexer_cache_write, indexer_logits, indexer_logits_ragged, topk], ids=lambda m: m.__name__)

@@ -21,8 +21,10 @@ from mla_portable.contracts.values import INT32_MAX, refuse, rounded_rows
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, CacheLayout, index_query_dtype
 from mla_portable.primitives._reference import CacheRows, products
 
-_CHUNK_ELEMENTS: Final = 1 << 25
-"""Of the scores of all heads that are held at a time: 256 MiB in float64."""
+_CHUNK_ELEMENTS: Final = 1 << 21
+"""Of the scores of all heads that are held at a time: 16 MiB in float64."""
+_CHUNK_KEYS: Final = 1 << 13
+"""Keys that are held at a time: 8 MiB in float64, and as much again while they are decoded."""
 
 
 QUERIES: Final = {
@@ -115,15 +117,26 @@ def seen_scores(
         seen = own if width is None else min(own, width)
         if begin >= end or seen == 0 or num_blocks == 0:
             continue
-        position = torch.arange(seen, dtype=torch.int64, device=q.device)
-        block = block_table[request, position // block_size].long()
-        valid = (block >= 0) & (block < num_blocks)
-        keys, _ = rows.values(torch.where(valid, block * block_size + position % block_size, 0), dtype)  # [seen, 128]
-        keys.masked_fill_(~valid.unsqueeze(1), 0)
-        reached = share.positions(position)
-        step = max(1, _CHUNK_ELEMENTS // (max(q.shape[1], INDEX_HEAD_SIZE) * seen))
+        step = max(1, _CHUNK_ELEMENTS // (max(q.shape[1], INDEX_HEAD_SIZE) * min(seen, _CHUNK_KEYS)))
+        tiles = torch.arange(seen, dtype=torch.int64, device=q.device).split(_CHUNK_KEYS)
+        keys = [_keys(rows, index_cache, block_table[request], tiles[0], dtype)] if len(tiles) == 1 else []
         for start in range(begin, end, step):
             some = slice(start, min(start + step, end))
             token = torch.arange(some.start, some.stop, dtype=torch.int64, device=q.device).unsqueeze(1)
-            found = scores(q[some], weights[some], keys)
-            yield some, torch.where(valid & (reached <= token + after_own), found, -math.inf)
+            found = torch.empty((some.stop - some.start, seen), dtype=dtype, device=q.device)
+            for position, columns in zip(tiles, found.split(_CHUNK_KEYS, dim=1), strict=True):
+                values, valid = keys[0] if keys else _keys(rows, index_cache, block_table[request], position, dtype)
+                inside = valid & (share.positions(position) <= token + after_own)
+                columns.copy_(torch.where(inside, scores(q[some], weights[some], values), -math.inf))
+            yield some, found
+
+
+def _keys(
+    rows: CacheRows, index_cache: Tensor, table_row: Tensor, position: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The keys [n, 128] of `dtype` at positions [n] of a request, 0 where the cache has none, and where it has one [n]."""
+    num_blocks, block_size, _ = index_cache.shape
+    block = table_row[position // block_size].long()
+    valid = (block >= 0) & (block < num_blocks)
+    keys, _ = rows.values(torch.where(valid, block * block_size + position % block_size, 0), dtype)
+    return keys.masked_fill_(~valid.unsqueeze(1), 0), valid

@@ -34,6 +34,7 @@ class IndexerLogits(Protocol):
     Values that do not ascend give unspecified scores, and no access outside of the arguments.
     Returns out [T, N] float32: out[t, s] = sum_h weights[t, h] * max(q[t, h] . k[s], 0) for positions s up to the token's
     own. All else is -inf: later positions, those without a block in the cache, and tokens that belong to no request.
+    A score that is NaN, of a key, query or weight, is stored as NaN or as -inf: neither is ever selected.
     """
 
     def __call__(

@@ -16,8 +16,8 @@ from mla_portable.primitives._reference import isolated
 
 __all__ = ["TOPK_SELECT", "TopkSelect", "topk_select"]
 
-_CHUNK_ELEMENTS: Final = 1 << 24
-"""Scores that are sorted at a time: 320 MiB with their positions and temporaries."""
+_CHUNK_ELEMENTS: Final = 1 << 20
+"""Scores that are sorted at a time: about 40 MiB with their positions and temporaries."""
 
 TENSORS: Final = TensorTable(
     "topk_select",
@@ -61,8 +61,8 @@ def topk_select(
         logits: [T, N] float32. row_starts, row_ends: [T] int32, the columns of each row that count, clamped to [0, N].
         topk: K, at least 1; T * K is less than 2**31 where no `out` is given. out: [T, K] int32, written; it overlaps no input.
         backend: see `mla_portable.primitives`.
-    Returns: [T, K] int32, positions relative to the row's start, then -1 where fewer than K scores are finite. Of equal scores
-        the lower positions are chosen; -inf and NaN never are.
+    Returns: [T, K] int32, positions relative to the row's start, then -1 where fewer than K scores are greater than -inf. Of
+        equal scores the lower positions are chosen; -inf and NaN never are.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
     """
     facts = check(logits, row_starts, row_ends, topk, out)
@@ -86,7 +86,7 @@ def check_result_size(where: str, topk: int, num_rows: int, out: Tensor | None) 
 
 @isolated
 def reference(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int, out: Tensor | None = None) -> Tensor:
-    """A stable sort of each row. Allocates about 320 MiB beyond the output, except where one row takes more."""
+    """A stable sort of each row. Allocates at most 64 MiB beyond the output, except where one row takes more."""
     num_rows, num_logits = logits.shape
     if out is None:
         out = torch.empty((num_rows, topk), dtype=torch.int32, device=logits.device)

@@ -15,12 +15,10 @@ from mla_portable.problems.attention_problem import AttentionParams, DecodeParam
 from mla_portable.problems.cover import Choice, covering, crossed
 from mla_portable.problems.draw import MIXED, PAIR_BLOCK, PATTERNS, SIZES
 from mla_portable.problems.published import published_attention
-from mla_portable.problems.shapes import WORKSPACE, Storage, accepted, can_capture, workspace_of
+from mla_portable.problems.shapes import MANY_ROWS, WORKSPACE, Storage, accepted, can_capture, can_hold_many, workspace_of
 
 _INFINITE: Final = "infinite sinks"
 """The name of the probe's problem with such."""
-MANY_ROWS: Final = 70_000
-"""More rows than the second and third axis of a CUDA grid can have (65535)."""
 UNEVEN_ROWS: Final = 148
 """Leaves most of a last wave of blocks idle on GPUs of 100 to 140 multiprocessors; kernels may cut its rows in another way."""
 BATCH_ROWS: Final[dict[type[DecodeSchedule] | None, int]] = {None: 300, SplitSchedule: 40}
@@ -188,7 +186,7 @@ def _scenes(
     yield from params(loud, strength=2)
     largest = plain | {"storage": axes["storage"][-1:], "heads": axes["heads"][-1:], "topk": axes["topk"][-1:]}
     yield from (replace(p, rows=p.query_len or 1) for p in params(largest))
-    if level == "full" and facts.device_type != "cpu" and facts.memory_bytes >= 32 << 30:
+    if can_hold_many(facts, level):
         fewest = plain | {"heads": axes["heads"][:1]}
         yield from (replace(p, rows=MANY_ROWS * (p.query_len or 1)) for p in params(fewest) if p.heads <= 16)
     if level == "full" and facts.device_type != "cpu":

@@ -17,7 +17,7 @@ from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, same_bits
 from mla_portable.problems.draw import generator
-from mla_portable.problems.shapes import accepted, can_capture, heads
+from mla_portable.problems.shapes import MANY_ROWS, accepted, can_capture, can_hold_many, heads
 from mla_portable.problems.stage import Problem, Results, Stage
 
 TOLERANCES: Final = {("any", "out"): BITS}
@@ -102,6 +102,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     base = ConcatMlaKParams(heads=axes["heads"][-1], widths=WIDTHS[0], tokens=131, inputs="slices", outputs="packed")
     yield replace(base, tokens=0)
     yield replace(base, tokens=0, outputs="fresh")
+    if can_hold_many(facts, level):
+        yield replace(base, heads=axes["heads"][0], tokens=MANY_ROWS)
     if level != "smoke" and can_capture(implementation, facts):
         yield replace(base, run="graph")
 

@@ -23,7 +23,16 @@ from mla_portable.problems.compare import BITS, Finding, same_bits
 from mla_portable.problems.cover import Choice, covering, crossed
 from mla_portable.problems.draw import MIXED, PATTERNS, generator, index_rows, shuffled
 from mla_portable.problems.exact import INT32_MAX, INT32_MIN
-from mla_portable.problems.shapes import accepted, block_sizes, can_capture, narrow_topks, says_something, topks
+from mla_portable.problems.shapes import (
+    MANY_ROWS,
+    accepted,
+    block_sizes,
+    can_capture,
+    can_hold_many,
+    narrow_topks,
+    says_something,
+    topks,
+)
 from mla_portable.problems.stage import Problem, Results, Stage
 
 _PROBED_TOKENS: Final = 6
@@ -52,8 +61,6 @@ _PROBED_SHARE: Final = "middle_of_3_by_4"
 _PARTS: Final = {"prefill": (0, 1, 2, 3), "decode": (0, 3)}
 NUM_REQUESTS: Final = 4
 NUM_TOKENS: Final = 7
-MANY_TOKENS: Final = 70_000
-"""More than the second and third axis of a CUDA grid can have (65535)."""
 
 
 def convert_indices(
@@ -291,8 +298,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     for choice in covering(plain, strength=1, allowed=allowed):
         params = ConvertIndicesParams(**choice)
         yield replace(params, tokens=0)
-        if level == "full" and facts.device_type != "cpu":
-            yield replace(params, tokens=MANY_TOKENS)
+        if can_hold_many(facts, level):
+            yield replace(params, tokens=MANY_ROWS)
     narrow = plain | {"topk": narrow_topks(implementation, facts), "pattern": ["dense", "absent"], "compact": compact}
     if level != "smoke" and narrow["topk"]:
         yield from (ConvertIndicesParams(**choice) for choice in covering(narrow, strength=1, allowed=allowed))

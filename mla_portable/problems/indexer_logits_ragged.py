@@ -19,7 +19,7 @@ from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.draw import generator
 from mla_portable.problems.indexer_logits import findings
 from mla_portable.problems.indexer_pages import SCORES, format_of, query_values, score
-from mla_portable.problems.shapes import can_capture, heads
+from mla_portable.problems.shapes import MANY_ROWS, can_capture, can_hold_many, heads
 from mla_portable.problems.stage import Problem, Stage
 
 
@@ -121,6 +121,9 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     if covered and level != "smoke" and can_capture(implementation, facts):
         base = IndexerLogitsRaggedParams(kv=axes["kv"][-1], heads=axes["heads"][-1], ranges="mixed")
         yield replace(base, run="graph")
+    if covered and can_hold_many(facts, level):
+        for kv in axes["kv"]:
+            yield IndexerLogitsRaggedParams(kv=kv, heads=axes["heads"][0], tokens=MANY_ROWS, keys=70, ranges="mixed")
 
 
 def _of_request(request: Request, name: str) -> IndexerLogitsRaggedParams:

@@ -19,8 +19,10 @@ from mla_portable.problems.compare import Tolerance
 from mla_portable.problems.draw import PAIR_BLOCK, generator, paged, shuffled, vast
 from mla_portable.problems.exact import INT32_MIN, e4m3_values
 from mla_portable.problems.shapes import (
+    MANY_ROWS,
     block_sizes,
     can_capture,
+    can_hold_many,
     can_hold_vast,
     heads,
     one_storage_each,
@@ -109,9 +111,10 @@ class PageParams(Params):
         kv, scale_format, heads, block_size: layout of the index cache; H.
         batch: "decode", one token a request; "prefill", several, on and next to the borders of blocks; "chunk", dozens;
             "long", contexts of thousands; "overlong", more tokens than context, a length past the table and a negative one;
-            "full", several tokens of contexts as long as what the table reaches, and longer; "empty", requests without tokens
-            or context; "none", no tokens at all; "published", one request of 4 tokens and no context, as in InfiniCore's test
-            test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each row, `ragged_blocks` blocks.
+            "full", several tokens of contexts as long as what the table reaches, and longer; "crowd", MANY_ROWS requests of
+            a token, few of which have a context; "empty", requests without tokens or context; "none", no tokens at all;
+            "published", one request of 4 tokens and no context, as in InfiniCore's test test/infinicore/ops/dsa.py;
+            "ragged", that of a probe: weights of one sign in each row, `ragged_blocks` blocks.
         share: "none", or the rank whose share the cache holds: one of SHARES.
         tail: tokens of no request after the last one's.
         starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
@@ -164,6 +167,7 @@ class PageParams(Params):
             "full": [(9, reach), (7, reach + 9)],
             "empty": [(0, FEW), (2, 0), (0, 0), (1, 1)],
             "none": [(0, 0), (0, FEW)],
+            "crowd": [(1, 1 + i % 7 if i % 500 > 495 else 0) for i in range(MANY_ROWS if self.batch == "crowd" else 0)],
             "published": [(4, 4)],
             "ragged": [(3, reach - block + min(3, block)), (1, 1)],
         }
@@ -182,7 +186,7 @@ class PageParams(Params):
         """The arguments of a call."""
         g, layout, block_size = generator(seed), LAYOUTS[self.kv], self.block_size
         share = self.held
-        longest = {"chunk": 300, "long": _LONG}.get(self.batch, max(FEW, block_size + 5))
+        longest = {"chunk": 300, "long": _LONG, "crowd": 7}.get(self.batch, max(FEW, block_size + 5))
         kind = self.blocks if self.blocks in ("pair", "address") else self.batch
         columns = {"pair": 2, "address": 4, "ragged": self.ragged_blocks}.get(kind, -(-longest // block_size))
         if kind != self.batch or kind == "ragged":  # every block counts
@@ -211,6 +215,8 @@ class PageParams(Params):
             place = torch.arange(block_size).repeat(len(others))
             self._store(larger, others.repeat_interleave(block_size), place, generator(seed ^ 1))
         for request, length in enumerate(lengths):
+            if length <= 0:
+                continue
             position = torch.arange(share.length(min(max(length, 0), columns * block_size * share.size)))
             self._store(cache, table[request, position // block_size].long(), position % block_size, g)
         num_blocks = cache.shape[0]
@@ -286,6 +292,8 @@ def page_params(
         yield replace(base, batch="long", tail=1)
         if (kv, scale_format) in one_storage_each(axes["storage"]):
             yield from (replace(fewest, stale=True), replace(fewest, table="near"))
+            if can_hold_many(facts, level):
+                yield replace(fewest, batch="crowd")
         if base.block_size >= PAIR_BLOCK:
             yield replace(fewer, blocks="pair")
         if can_hold_vast(kv, facts, level):

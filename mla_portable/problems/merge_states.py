@@ -20,7 +20,7 @@ from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import Finding, Tolerance
 from mla_portable.problems.draw import generator
-from mla_portable.problems.shapes import can_capture
+from mla_portable.problems.shapes import MANY_ROWS, can_capture, can_hold_many
 from mla_portable.problems.stage import Problem, Results, Stage
 
 TOLERANCES: Final = {
@@ -62,7 +62,7 @@ class MergeStatesParams(Params):
     """One merge_states call.
 
     Attributes:
-        parts: P. shape: a key of SHAPES, [..., D]; "empty" has no rows. dtype: of outs, a key of DTYPES.
+        parts: P. shape: a key of SHAPES, [..., D]; "empty" has no rows, "many" MANY_ROWS. dtype: of outs, a key of DTYPES.
         dead: which parts have lse -inf, with NaN in their out: "none"; "some", each part of some rows; "rows", some rows
             wholly; "mixed", both; "all".
         size: "plain"; "large", lse of +-300, past what exp can take; "apart", one part outweighs the others by e^200;
@@ -83,7 +83,7 @@ class MergeStatesParams(Params):
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
         g, stage, dtype = generator(seed), Stage(device), DTYPES[self.dtype]
-        shape = {**SHAPES, "empty": (0, 5, 512), "th": (3, self.heads, 512)}[self.shape]
+        shape = {**SHAPES, "empty": (0, 5, 512), "many": (MANY_ROWS, 16), "th": (3, self.heads, 512)}[self.shape]
         outs = torch.randn(self.parts, *shape, generator=g).to(dtype)
         lses = 3 * torch.randn(self.parts, *shape[:-1], generator=g)
         if self.size == "large":
@@ -127,6 +127,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     base = MergeStatesParams(parts=2, dead="some")
     yield replace(base, shape="empty")
     yield replace(base, parts=3, size="huge")
+    if can_hold_many(facts, level):
+        yield replace(base, shape="many")
     if level != "smoke" and can_capture(implementation, facts):
         yield replace(base, run="graph")
 

@@ -18,7 +18,7 @@ from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Worksho
 from mla_portable.problems.compare import BITS, Finding, same_bits
 from mla_portable.problems.draw import generator
 from mla_portable.problems.exact import INT32_MAX, INT32_MIN
-from mla_portable.problems.shapes import can_capture, topks
+from mla_portable.problems.shapes import MANY_ROWS, can_capture, can_hold_many, topks
 from mla_portable.problems.stage import Problem, Results, Stage
 
 TOLERANCES: Final = {("any", "out"): BITS}
@@ -130,6 +130,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     if level == "smoke":
         return
     yield from (replace(base, width=LONG, positions=each, starts="mixed") for each in axes["positions"])
+    if can_hold_many(facts, level):
+        yield replace(base, topk=widths[0], positions="duplicates", tokens=MANY_ROWS)
     if can_capture(implementation, facts):
         yield replace(base, run="graph", outputs="packed")
 

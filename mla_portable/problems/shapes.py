@@ -113,6 +113,15 @@ def can_hold_vast(layout_name: str, facts: DeviceFacts, level: str) -> bool:
     return facts.device_type == "cpu" or facts.memory_bytes >= 2 * 2**31 * LAYOUTS[layout_name].dtype.itemsize
 
 
+MANY_ROWS: Final = 70_000
+"""More rows than the second and third axis of a CUDA grid can have (65535)."""
+
+
+def can_hold_many(facts: DeviceFacts, level: str) -> bool:
+    """Cases of MANY_ROWS rows are asked for: at level full, on an accelerator with room for them."""
+    return level == "full" and facts.device_type != "cpu" and facts.memory_bytes >= 32 << 30
+
+
 def can_capture(implementation: Implementation, facts: DeviceFacts) -> bool:
     """The implementation claims graphs, and the device is not known to lack them."""
     return implementation.support.graph and facts.device_type != "cpu" and facts.graph_capture is not False

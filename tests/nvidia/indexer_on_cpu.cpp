@@ -45,6 +45,7 @@ static void barrier_wait(u32 barrier, u32 parity) {
     while ((of.phase & 1) == parity) others();
     if (of.phase > before + 1) fail("a phase that was missed");
 }
+static float positive(float product) { return product < 0.f ? 0.f : product; }
 static void async_fence() {}
 static void let_next_start() {}
 template <int COUNT>

@@ -71,6 +71,16 @@ def test_every_score_is_written_once_by_any_number_of_blocks(emulated, name, sms
     assert emulated.kernel.grids[0][0] <= sms
 
 
+def test_a_key_of_nan_scores_nan_which_is_never_chosen(emulated):
+    """As `fmaxf` would not: it makes 0 of NaN."""
+    arguments = batch([70], [100], 2)
+    arguments[2][int(arguments[5][0, 0]), 0].view(-1)[:1] = 0x7F  # the first code of a page is of its first key
+    out = torch.empty(70, 128)
+    scores_of(emulated, INDEXER_LOGITS, 3)(out, None, *arguments)
+    assert out[:, 0].isnan().all() and not out[:, 1:].isnan().any()
+    assert 0 not in topk_reference(out, torch.zeros(70, dtype=torch.int32), torch.full((70,), 128), topk=128)
+
+
 @pytest.mark.parametrize(("first", "count"), [(0, 165), (0, 64), (64, 64), (128, 37)])
 @pytest.mark.parametrize("all_chosen", [0, 30, 64, 2048])
 def test_tokens_whose_positions_are_all_chosen_are_not_scored(emulated, first, count, all_chosen):

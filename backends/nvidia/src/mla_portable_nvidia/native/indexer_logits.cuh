@@ -129,6 +129,11 @@ __device__ __forceinline__ void begin_products(float (&c)[HALF], const u32 (&key
 #define WEIGHTS_BYTES (4 * WEIGHT_STRIDE * 4)
 __device__ __forceinline__ int weight_at(int head) { return ((head & 7) >> 1) * WEIGHT_STRIDE + (head >> 3) * 2 + (head & 1); }
 
+// 0 where a product is negative; NaN where it is NaN, which fmaxf would make 0: a key of NaN is never selected.
+__device__ __forceinline__ float positive(float product) {
+    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(product));
+    return product;
+}
 // What the heads of a thread add up to, those that are positive, for its two keys. c: of one token.
 __device__ __forceinline__ float2 sum_own_heads(const float* c, const float* weights, int t) {
     const float4* own = reinterpret_cast<const float4*>(weights + t * WEIGHT_STRIDE);
@@ -136,14 +141,14 @@ __device__ __forceinline__ float2 sum_own_heads(const float* c, const float* wei
 #pragma unroll
     for (int j = 0; j < HEADS / 16; ++j) {
         const float4 weight = own[j];
-        low[0] += fmaxf(c[8 * j], 0.f) * weight.x;
-        low[1] += fmaxf(c[8 * j + 1], 0.f) * weight.y;
-        high[0] += fmaxf(c[8 * j + 2], 0.f) * weight.x;
-        high[1] += fmaxf(c[8 * j + 3], 0.f) * weight.y;
-        low[0] += fmaxf(c[8 * j + 4], 0.f) * weight.z;
-        low[1] += fmaxf(c[8 * j + 5], 0.f) * weight.w;
-        high[0] += fmaxf(c[8 * j + 6], 0.f) * weight.z;
-        high[1] += fmaxf(c[8 * j + 7], 0.f) * weight.w;
+        low[0] += positive(c[8 * j]) * weight.x;
+        low[1] += positive(c[8 * j + 1]) * weight.y;
+        high[0] += positive(c[8 * j + 2]) * weight.x;
+        high[1] += positive(c[8 * j + 3]) * weight.y;
+        low[0] += positive(c[8 * j + 4]) * weight.z;
+        low[1] += positive(c[8 * j + 5]) * weight.w;
+        high[0] += positive(c[8 * j + 6]) * weight.z;
+        high[1] += positive(c[8 * j + 7]) * weight.w;
     }
     return make_float2(low[0] + low[1], high[0] + high[1]);
 }

@@ -255,5 +255,5 @@ def tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM: tl.constexpr):
         dots = (dots + tl.abs(dots)) * weight[None, :]
         scale = scale * 0.5
     else:
-        dots = tl.maximum(dots, 0.0) * weight[None, :]
+        dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
     return tl.sum(dots, 1) * scale

@@ -10,6 +10,8 @@ prefill   a program serves one tile of keys and some tokens, request by request:
 
 FILL writes the whole matrix [T, N]. Without it only what a token sees is written, and its bounds to `begin_ptr` and `end_ptr`:
 what a top-k of the row needs (`indexer_select`). Rows are counted from `first_token` then.
+
+Programs lie on one axis, those of a token or of some tokens side by side: the others end at 65,535.
 """
 
 from __future__ import annotations
@@ -72,30 +74,32 @@ _TOKENS_A_REQUEST: Final = 4
 """From here on, on average, keys stay instead of queries."""
 _PROGRAMS: Final = 16
 """Of decode for each multiprocessor, of which four run at a time: the tail of the last wave is short."""
-_FREE: Final = ["first_token", "num_requests", "num_blocks", "table_width", "table_stride", "num_logits", "out_stride"]
+_FREE: Final = ["first_token", "num_requests", "num_blocks", "table_width", "table_stride", "num_logits", "out_stride", "along"]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def decode_kernel(
     out_ptr, begin_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests,
     num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,
+    along,
     NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
-    """One token, and every so many tiles of BLOCK_N positions, a program."""
-    row = tl.program_id(1).to(tl.int64)
-    token = first_token + tl.program_id(1)
+    """One token, and every `along`-th tile of BLOCK_N positions, a program."""
+    number = tl.program_id(0) // along
+    place = tl.program_id(0) - number * along
+    row, token = number.to(tl.int64), first_token + number
     request, end, owned = find_request(token, start_ptr, num_requests, BLOCK_R)
     length = tl.load(len_ptr + request, mask=owned, other=0).to(tl.int64)
     length = tl.minimum(tl.maximum(length, 0), table_width.to(tl.int64) * (CACHE_BLOCK * DCP_SIZE))
     seen = tl.where(owned, tl.maximum(length - (end - token) + 1, 0), 0).to(tl.int32)
     seen = tl.minimum(own_length(seen, DCP_SIZE, DCP_RANK, INTERLEAVE), num_logits)
     if not FILL:  # noqa: SIM102 - one is known when the kernel is compiled
-        if tl.program_id(0) == 0:
+        if place == 0:
             tl.store(begin_ptr + row, 0)
             tl.store(end_ptr + row, seen)
-    first, step = tl.program_id(0) * BLOCK_N, tl.num_programs(0) * BLOCK_N
+    first, step = place * BLOCK_N, along * BLOCK_N
     out_row = out_ptr + row * out_stride
     n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     if first < seen:
@@ -135,16 +139,18 @@ def _write(out_ptr, row, out_stride, position, scores, seen, num_logits, FILL: t
 def prefill_kernel(
     out_ptr, begin_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests,
     num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,
-    last_token,
+    along, last_token,
     NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr, DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
-    """REPEAT tokens, request by request, and one tile of BLOCK_N positions a program."""
-    position = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    """REPEAT tokens, request by request, and one of `along` tiles of BLOCK_N positions a program."""
+    run = tl.program_id(0) // along
+    tile = tl.program_id(0) - run * along
+    position = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     place = whole_position(position, DCP_SIZE, DCP_RANK, INTERLEAVE)  # [BLOCK_N], in the sequence
-    first_place = whole_position(tl.program_id(0) * BLOCK_N, DCP_SIZE, DCP_RANK, INTERLEAVE)
-    token = first_token + tl.program_id(1) * REPEAT
+    first_place = whole_position(tile * BLOCK_N, DCP_SIZE, DCP_RANK, INTERLEAVE)
+    token = first_token + run * REPEAT
     last = tl.minimum(token + REPEAT, last_token)
     r = tl.arange(0, REPEAT)  # [REPEAT]
     while token < last:
@@ -154,7 +160,7 @@ def prefill_kernel(
         stop = tl.where(owned, tl.minimum(end, last), token + 1)
         after_own = tl.where(owned, length - end, -token - 1).to(tl.int32)  # added to a token, its own position
         if not FILL:  # noqa: SIM102
-            if tl.program_id(0) == 0:
+            if tile == 0:
                 tokens = token + r  # [REPEAT]
                 tl.store(begin_ptr + tokens - first_token, tl.zeros([REPEAT], tl.int32), mask=tokens < stop)
                 ends = own_length(tl.maximum(tokens + after_own + 1, 0), DCP_SIZE, DCP_RANK, INTERLEAVE)
@@ -236,11 +242,13 @@ def launch(
         "DCP_SIZE": share.size, "DCP_RANK": share.rank, "INTERLEAVE": share.interleave,
     }  # fmt: skip
     if prefill:
-        grid = triton.cdiv(num_logits, positions), triton.cdiv(num_rows, tiles.tokens)
-        _prefill(grid, *arguments, first_token + num_rows, REPEAT=tiles.tokens, **options)
+        along = triton.cdiv(num_logits, positions)
+        grid = (along * triton.cdiv(num_rows, tiles.tokens),)
+        _prefill(grid, *arguments, along, first_token + num_rows, REPEAT=tiles.tokens, **options)
     else:
         programs = triton.cdiv(max(numbers.num_sms, 1) * _PROGRAMS, num_rows)
-        _decode((min(triton.cdiv(num_logits, positions), programs), num_rows), *arguments, **options)
+        along = min(triton.cdiv(num_logits, positions), programs)
+        _decode((along * num_rows,), *arguments, along, **options)
 
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:

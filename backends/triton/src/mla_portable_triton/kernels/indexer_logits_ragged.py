@@ -30,20 +30,21 @@ from mla_portable_triton.kernels.index_keys import (
 from mla_portable_triton.kernels.indexer_logits import PREFILL
 
 _BF16 = tl.constexpr(index_keys.BF16)
-_FREE: Final = ["num_tokens", "num_keys", "out_stride"]
+_FREE: Final = ["num_tokens", "num_keys", "out_stride", "along"]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def ragged_kernel(
     out_ptr, q_ptr, weight_ptr, key_ptr, scale_ptr, start_ptr, end_ptr, num_tokens, num_keys, out_stride, key_stride,
-    q_stride_t, q_stride_h, weight_stride,
+    q_stride_t, q_stride_h, weight_stride, along,
     NUM_HEADS: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     REPEAT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """REPEAT tokens and one tile of BLOCK_N keys a program."""
-    first = tl.program_id(0) * BLOCK_N
+    """REPEAT tokens and one of `along` tiles of BLOCK_N keys a program, those of the same tokens side by side on one axis."""
+    run = tl.program_id(0) // along
+    first = (tl.program_id(0) - run * along) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    token = tl.program_id(1) * REPEAT
+    token = run * REPEAT
     last = tl.minimum(token + REPEAT, num_tokens)
     tokens = token + tl.arange(0, REPEAT)  # [REPEAT]
     starts = tl.load(start_ptr + tokens, mask=tokens < last, other=0)
@@ -106,8 +107,9 @@ def launch(
     num_heads, tiles = q.shape[1], tiles_of(PREFILL, numbers.arch, numbers.form)
     block_h = head_block(num_heads)
     positions = tiles.positions if block_h <= 64 else tiles.positions // 2
+    along = triton.cdiv(num_keys, positions)
     _launch(
-        (triton.cdiv(num_keys, positions), triton.cdiv(num_tokens, tiles.tokens)),
+        (along * triton.cdiv(num_tokens, tiles.tokens),),
         out,
         visible_bytes(q),
         weights,
@@ -122,6 +124,7 @@ def launch(
         q.stride(0),
         q.stride(1),
         weights.stride(0),
+        along,
         NUM_HEADS=num_heads,
         FORM=form_of_call(numbers.form, q, keys),
         BF16_NATIVE=numbers.bf16_native,
