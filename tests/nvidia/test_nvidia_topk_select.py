@@ -144,6 +144,18 @@ def test_ranges_are_clamped(models):
 
 
 @emulated
+@pytest.mark.parametrize("build", [SMALL, FEW_ROWS, MANY_ROWS], ids=lambda build: build.label)
+@pytest.mark.parametrize("n", [300, 5000, 9000])
+def test_bounds_may_be_any_int32(build, n):
+    """A row in registers, of either size, and one that is longer: no difference of two bounds may wrap."""
+    least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    starts, ends = torch.tensor([least, least + 1, -1, 0, 5, n, most]), torch.tensor([least, least + 1, -1, 0, 7, n, most])
+    starts, ends = torch.cartesian_prod(starts, ends).to(torch.int32).T.contiguous()
+    logits = torch.randn(n, generator=torch.Generator().manual_seed(n)).expand(len(starts), n).contiguous()
+    check(model_of(build), logits, starts, ends, 16, 1)
+
+
+@emulated
 def test_a_launch_says_what_the_call_meant(models):
     call = bound()
     wide = torch.randn(5, 500, generator=torch.Generator().manual_seed(1))
