@@ -16,6 +16,7 @@ from topk_model import Model, parameters, shared_size
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
 from mla_portable.primitives import TOPK_SELECT
+from mla_portable.problems.topk_select import LONG, TopkSelectParams
 from mla_portable.problems.topk_select import topk_select as oracle
 from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native import topk_select as native
@@ -153,6 +154,14 @@ def test_bounds_may_be_any_int32(build, n):
     starts, ends = torch.cartesian_prod(starts, ends).to(torch.int32).T.contiguous()
     logits = torch.randn(n, generator=torch.Generator().manual_seed(n)).expand(len(starts), n).contiguous()
     check(model_of(build), logits, starts, ends, 16, 1)
+
+
+@emulated
+@pytest.mark.parametrize(("length", "rows"), [(300, 6), (5000, 6), (LONG, 6), (300, 140), (LONG, 140)])
+def test_the_suites_case_of_such_bounds_passes(models, length, rows):
+    """Few rows, and more than the device has multiprocessors."""
+    problem = TopkSelectParams(topk=64, length=length, ranges="edges", rows=rows).build(0, torch.device("cpu"), H200)
+    assert not [found.message for found in problem.findings(problem.call(bound())) if found.message]
 
 
 @emulated
