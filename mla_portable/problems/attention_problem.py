@@ -362,8 +362,7 @@ def _lengths(params: AttentionParams, g: torch.Generator, number: int) -> Tensor
     """
     rows, topk = params.rows, params.topk
     if params.limits == "edges":
-        given = [EDGES[row % len(EDGES)][number] for row in range(rows)]
-        return torch.tensor([topk if each is None else each for each in given], dtype=torch.int32)
+        return edge_lengths(rows, topk, number)
     if params.pattern == draw.MIXED:
         kinds = {"full": -(-topk // 2), "holes": topk - topk // 4}
         return torch.tensor([kinds.get(kind, topk) for kind in draw.mixed_kinds(rows, topk)], dtype=torch.int32)
@@ -375,6 +374,12 @@ def _lengths(params: AttentionParams, g: torch.Generator, number: int) -> Tensor
         fixed = [topk, topk + 7, 0, max(1, topk // 2)]
     values[: len(fixed)] = torch.tensor(fixed, dtype=torch.int32)[:rows]
     return values
+
+
+def edge_lengths(rows: int, topk: int, number: int) -> Tensor:
+    """[rows] int32: EDGES in turn. number: of the list, whose width is `topk`."""
+    given = [EDGES[row % len(EDGES)][number] for row in range(rows)]
+    return torch.tensor([topk if each is None else each for each in given], dtype=torch.int32)
 
 
 def _sink(params: AttentionParams, oracle: _Oracle, g: torch.Generator) -> Tensor | None:
