@@ -18,6 +18,7 @@ from mla_portable.primitives import _select_in_parts as parts
 from mla_portable.primitives.indexer_logits import reference
 from mla_portable.primitives.indexer_select import reference as select_reference
 from mla_portable.primitives.topk_select import reference as topk_reference
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable_nvidia.native import indexer_logits as indexer
 from mla_portable_nvidia.native.indexer_logits import PREFILL, NativeScores
 
@@ -69,6 +70,21 @@ def test_every_score_is_written_once_by_any_number_of_blocks(emulated, name, sms
     finite = want > -math.inf
     torch.testing.assert_close(out[:, :width][finite], want[finite], rtol=1e-4, atol=1e-2)
     assert emulated.kernel.grids[0][0] <= sms
+
+
+@pytest.mark.parametrize("first_token", [0, INT32_MIN])
+@pytest.mark.parametrize("end", [13, INT32_MAX])
+def test_lengths_and_starts_may_be_any_int32(emulated, first_token, end):
+    """A request may begin in front of all tokens and end behind them: neither moves what is there."""
+    arguments = batch([2, 3, 1, 7], [60, 60, 60, 60], 3, tail=10)
+    arguments[3][0], arguments[3][-1] = first_token, end
+    arguments[4][:] = torch.tensor([INT32_MAX, INT32_MIN, INT32_MIN + 1, INT32_MAX - 1])
+    tokens = len(arguments[0])
+    out, want = torch.full((tokens, 192), 7.0), reference(*arguments, out=torch.empty(tokens, 192))
+    scores_of(emulated, INDEXER_LOGITS, 3)(out, None, *arguments)
+    assert torch.equal(out == -math.inf, want == -math.inf) and ((want > -math.inf).any(dim=1)[:2]).all()
+    finite = want > -math.inf
+    torch.testing.assert_close(out[finite], want[finite], rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 165), (0, 64), (64, 64), (128, 37)])
