@@ -177,7 +177,7 @@ def test_prompts_of_few_heads_are_read_in_place(heads: int, gathers: bool):
 
 
 def test_lists_of_all_compressed_tokens_are_as_wide_as_what_was_prepared():
-    """8 compressed tokens of 1,024: vLLM makes the list 128 wide, and a captured step finds the schedules of that width alone."""
+    """vLLM makes the list of 8 compressed tokens 128 wide, and a captured step finds the schedules of that width alone."""
     kinds._shared.clear()  # layers that other tests hold
     with use("triton"):
         case = Case("all")
