@@ -142,8 +142,8 @@ class ConvertIndicesParams(Params):
         limit: pass num_slots.
         compact: valid entries first.
         share: "none", or the rank whose share the cache holds: one of _SHARES.
-        requests: "plain"; "edges", requests of the table and of the workspace that do not exist, up to the edges of int32, where
-            the workspace's starts are as well.
+        requests: "plain"; "edges", requests of the table and of the workspace that do not exist, up to the edges of int32,
+            where the workspace's starts are as well.
         workspace: "none"; "mixed", some tokens map to the prefill workspace; "half", the second half; "all" do.
         inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
     """
