@@ -39,6 +39,7 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
     "long with context": [(7, 40), (9, 9), (5, 31), (13, 48)],
     "empty requests between": [(0, 7), (9, 20), (0, 0), (6, 40), (0, 48)],
     "one token": [(1, 40)],
+    "one key more than are selected": [(TOPK + 1, TOPK + 1), (2, TOPK + 1), (3, 9)],
     "nothing": [],
     "only empty requests": [(0, 5), (0, 9)],
 }
@@ -241,6 +242,8 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_runs(change: dict[s
     ("query_lens", "seq_lens", "text"),
     [
         ([3], [2], "seq_lens of at least the query_lens"),
+        ([1, 5], [3, 2], "seq_lens less by up to 3"),
+        ([1, 5], [-(2**31), 4], "seq_lens less by up to 2147483649"),
         ([3], [3, 4], "2 requests"),
         ([-1], [4], "at least 0"),
         ([1, 1], [2**31 - 1, 1], "at most 2147483647 tokens"),

@@ -13,7 +13,7 @@ from triton_machine import device, facts
 
 from mla_portable.contracts import DeviceFacts, Request, SplitSchedule
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.attention_problem import AttentionParams, DecodeParams, PrefillParams
+from mla_portable.problems.attention_problem import EDGES, AttentionParams, DecodeParams, PrefillParams
 from mla_portable_triton.bind_attention import bind_sparse_decode, bind_sparse_prefill
 
 __all__ = ["device", "facts"]  # fixtures
@@ -31,6 +31,7 @@ TWO_LISTS: dict[str, Any] = {
     "extra_pattern": "absent",
     "extra_lengths": True,
 }
+EDGE_LENGTHS = TWO_LISTS | {"rows": len(EDGES), "limits": "edges"}
 PAGED = {"block_size": 16, "extra_block_size": 2}
 CASES = [
     DecodeParams(kv="fp8_v4", scale_format="pow2", query_len=2, **PAGED, **TWO_LISTS),
@@ -45,6 +46,8 @@ CASES = [
     DecodeParams(kv="fp8_nope", scale_format="pow2", query_len=1, heads=2, topk=64, rows=3, block_size=3, pattern="corpus"),
     PrefillParams(kv="fp8_nope", scale_format="amax", query_len=None, block_size=53, extra_block_size=256, **TWO_LISTS),
     DecodeParams(kv="fp8_ds_mla", scale_format="amax", query_len=1, heads=2, topk=64, rows=3, block_size=16, nope=True),
+    DecodeParams(kv="fp8_v4", scale_format="pow2", query_len=1, **PAGED, **EDGE_LENGTHS),
+    PrefillParams(kv="workspace", scale_format=None, query_len=None, block_size=None, **(EDGE_LENGTHS | {"blocks": "packed"})),
 ]
 
 

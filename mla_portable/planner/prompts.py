@@ -183,7 +183,8 @@ def _check_lengths(query_lens: Lengths, seq_lens: Lengths) -> int:
     if len(query_lens) != len(seq_lens):
         refuse(_WHERE, "seq_lens", f"{len(seq_lens)} requests", f"{len(query_lens)}, as query_lens has")
     if len(query_lens) and (query_lens.min() < 0 or (seq_lens < query_lens).any()):
-        got = f"query_lens from {query_lens.min()}, seq_lens less by up to {(query_lens - seq_lens).max()}"
+        less = np.subtract(query_lens, seq_lens, dtype=np.int64).max()
+        got = f"query_lens from {query_lens.min()}, seq_lens less by up to {less}"
         refuse(_WHERE, "seq_lens", got, "query_lens of at least 0, seq_lens of at least the query_lens")
     if int(seq_lens.sum(dtype=np.int64)) > INT32_MAX:
         refuse(_WHERE, "seq_lens", int(seq_lens.sum(dtype=np.int64)), f"at most {INT32_MAX} tokens in all")

@@ -11,7 +11,7 @@ from mla_portable.contracts import DecodeSchedule, DeviceFacts, Implementation, 
 from mla_portable.layouts import BF16, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems import shapes
-from mla_portable.problems.attention_problem import AttentionParams, DecodeParams, PrefillParams
+from mla_portable.problems.attention_problem import EDGES, AttentionParams, DecodeParams, PrefillParams
 from mla_portable.problems.cover import Choice, covering, crossed
 from mla_portable.problems.draw import MIXED, PAIR_BLOCK, PATTERNS, SIZES
 from mla_portable.problems.published import published_attention
@@ -56,6 +56,7 @@ def _level_params(implementation: Implementation, facts: DeviceFacts, level: str
     yield from _batches(implementation, facts, level, axes)
     yield from _scenes(implementation, facts, level, axes)
     yield from _second_caches(implementation, facts, level, axes, budget)
+    yield from _edges(implementation, facts, level, axes)
     yield from _nope(implementation, facts, level, axes, budget)
     yield from published_attention(implementation, facts, level)
 
@@ -277,6 +278,37 @@ def _second_caches(
     if can_capture(implementation, facts) and all(graphed.values()):
         for choice in covering(graphed, strength=1, allowed=allowed):
             yield replace(_params(implementation, choice, budget), run="graph")
+
+
+def _edges(
+    implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]]
+) -> Iterator[AttentionParams]:
+    """Lengths at the edges of int32, of one list, and of each of two beside a list that has all of its keys."""
+    if level == "smoke" or True not in axes["lengths"]:
+        return
+    wanted = (16,) if facts.device_type == "cpu" else (16, 64, 128)
+    axes = {name: values[:1] for name, values in axes.items()} | {
+        "storage": shapes.one_storage_each(axes["storage"]),
+        "block_size": [size for size in (None, 64) if size in axes["block_size"]] or axes["block_size"][-1:],
+        "heads": list(dict.fromkeys(each for heads in wanted for each in _near(axes["heads"], heads))),
+        "topk": _near(shapes.topks(implementation, facts, "quick"), 100),
+        "pattern": ["holes"],
+        "lengths": [True],
+        "schedule": axes["schedule"][-1:],
+    }
+
+    def allowed(choice: Choice) -> bool:
+        return _is_sound(choice, implementation, facts)
+
+    for choice in covering(axes, strength=2, allowed=allowed):
+        params = _params(implementation, choice)
+        params = replace(params, limits="edges", rows=-(-len(EDGES) // (params.query_len or 1)) * (params.query_len or 1))
+        yield params
+        if implementation.support.extra_cache:
+            extra_topk = _near(accepted(implementation, facts, "extra_topk", (100, 512)), 100)
+            yield replace(
+                params, extra_topk=extra_topk[0], extra_block_size=params.block_size, extra_pattern="holes", extra_lengths=True
+            )
 
 
 def _nope(

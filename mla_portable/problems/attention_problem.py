@@ -21,11 +21,19 @@ from mla_portable.problems import draw
 from mla_portable.problems.attention import SOFTMAX_SCALE, attend, findings, score_terms
 from mla_portable.problems.base import Params
 from mla_portable.problems.compare import Finding
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.problems.shapes import layout_of_storage
 from mla_portable.problems.stage import Problem, Results, Stage
 
 JUDGED_ROWS: Final = 96
 """Of a problem with very many rows the first, the last and others between are compared."""
+_FAR_BELOW: Final = -300
+"""A length that is several tiles of keys below 0: one that is not clamped shortens another list by them."""
+EDGES: Final = (
+    *((INT32_MIN, None), (None, INT32_MIN), (INT32_MIN + 1, None), (None, INT32_MIN + 1), (_FAR_BELOW, None)),
+    *((None, _FAR_BELOW), (INT32_MAX, None), (None, INT32_MAX), (INT32_MAX, INT32_MAX), (INT32_MIN, INT32_MIN)),
+)
+"""Lengths of the first list and of the second, whose sums, and what they are rounded up to, may wrap; None: all of its list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +48,7 @@ class AttentionParams(Params):
         sink: "none", "finite"; "minus_inf" and "plus_inf" give heads -inf, +inf and finite sinks in turn, starting
             with that one.
         lengths: pass them; 0, K and values outside of [0, K] among them.
+        limits: "mixed"; "edges", the lengths are EDGES in turn, of a second cache too.
         inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
         blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only; "address", a
             cache of more than 2**31 elements.
@@ -55,7 +64,7 @@ class AttentionParams(Params):
 
     says = (
         "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} "
-        "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} "
+        "lengths{lengths} limits_{limits} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} "
         "extra{extra_topk} extra_b{extra_block_size} extra_{extra_pattern} extra_lengths{extra_lengths} nope{nope}"
     )
     asks = (
@@ -73,6 +82,7 @@ class AttentionParams(Params):
     pattern: str = "dense"
     sink: str = "none"
     lengths: bool = False
+    limits: str = "mixed"
     inputs: str = "packed"
     outputs: str = "fresh"
     blocks: str = "packed"
@@ -183,7 +193,7 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     q = draw.queries(params.rows, params.heads, layout, params.size, g)
     if params.nope:
         q = q[..., : layout.value_width].contiguous()
-    keys, extra = _drawn(params, kv, g), None
+    keys, extra = _drawn(params, kv, g, 0), None
     if params.extra_topk is not None:
         own = replace(
             params,
@@ -193,14 +203,14 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
             lengths=params.extra_lengths,
             blocks="packed" if params.blocks == "address" else params.blocks,
         )
-        extra = _drawn(own, _kv(own, stage, "extra_kv", g), g)
+        extra = _drawn(own, _kv(own, stage, "extra_kv", g), g, 1)
     return problem_of(params, Drawn(q, keys, extra), stage, g, facts)
 
 
-def _drawn(params: AttentionParams, kv: _KV, g: torch.Generator) -> DrawnKeys:
-    """The list of a cache."""
+def _drawn(params: AttentionParams, kv: _KV, g: torch.Generator, number: int) -> DrawnKeys:
+    """The list of a cache. number: 0, or 1 of the second cache."""
     rows, topk = params.rows, params.topk
-    lengths = _lengths(params, g) if params.lengths else None
+    lengths = _lengths(params, g, number) if params.lengths else None
     picks = torch.arange(len(kv.used))
     unused = len(picks) + torch.arange(len(kv.unused))
     names = draw.index_rows(params.pattern, rows, topk, picks, unused, kv.limit, lengths, g)  # into used, then unused
@@ -345,20 +355,31 @@ def _renamed(names: Tensor, slots: Tensor, params: AttentionParams) -> Tensor:
     return torch.where(valid, slots[names.clamp(0, len(slots) - 1).long()], names).to(torch.int32)
 
 
-def _lengths(params: AttentionParams, g: torch.Generator) -> Tensor:
-    """[rows] int32: nothing, everything, and values that are clamped to [0, topk]; which row has which depends on the seed."""
+def _lengths(params: AttentionParams, g: torch.Generator, number: int) -> Tensor:
+    """[rows] int32: nothing, everything, and values that are clamped to [0, topk]; which row has which depends on the seed.
+
+    number: of the list.
+    """
     rows, topk = params.rows, params.topk
+    if params.limits == "edges":
+        return edge_lengths(rows, topk, number)
     if params.pattern == draw.MIXED:
         kinds = {"full": -(-topk // 2), "holes": topk - topk // 4}
         return torch.tensor([kinds.get(kind, topk) for kind in draw.mixed_kinds(rows, topk)], dtype=torch.int32)
     values = torch.randint(1, topk + 1, (rows,), generator=g, dtype=torch.int32)
-    fixed = [max(1, topk // 2), topk + 7, 0, topk, -3]
+    fixed = [max(1, topk // 2), topk + 7, 0, topk, _FAR_BELOW]
     turn = g.initial_seed() % len(fixed) if rows > 1 else 0  # never the same twice when a graph is replayed on the next seed
     fixed = fixed[turn:] + fixed[:turn]
     if params.pattern == "last":  # of which a shorter first row would show nothing
         fixed = [topk, topk + 7, 0, max(1, topk // 2)]
     values[: len(fixed)] = torch.tensor(fixed, dtype=torch.int32)[:rows]
     return values
+
+
+def edge_lengths(rows: int, topk: int, number: int) -> Tensor:
+    """[rows] int32: EDGES in turn. number: of the list, whose width is `topk`."""
+    given = [EDGES[row % len(EDGES)][number] for row in range(rows)]
+    return torch.tensor([topk if each is None else each for each in given], dtype=torch.int32)
 
 
 def _sink(params: AttentionParams, oracle: _Oracle, g: torch.Generator) -> Tensor | None:

@@ -181,7 +181,7 @@ def skip(skips: str, slots: Tensor, num_slots: int) -> Tensor:
     """Replace some slots by ones that must be skipped."""
     if skips == "none":
         return slots
-    every = [-1, INT32_MIN, num_slots, num_slots + 114514, INT32_MAX, 2**40, -(2**40)]
+    every = [-1, INT32_MIN, num_slots, num_slots + 114514, INT32_MAX, 2**40, -(2**40), 2**63 - 1, -(2**63)]
     bad = {"some": [-1], "near": list(near(num_slots)), "corpus": every}[skips]
     slots = slots.clone()
     for i, value in enumerate(bad):

@@ -149,6 +149,8 @@ class ConvertIndicesParams(Params):
         limit: pass num_slots.
         compact: valid entries first.
         share: "none", or the rank whose share the cache holds: one of _SHARES.
+        requests: "plain"; "edges", requests of the table and of the workspace that do not exist, up to the edges of int32,
+            where the workspace's starts are as well.
         workspace: "none"; "mixed", some tokens map to the prefill workspace; "half", the second half; "all" do.
         inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
     """
@@ -156,7 +158,7 @@ class ConvertIndicesParams(Params):
     primitive = CONVERT_INDICES
     says = (
         "k{topk}! b{block_size}! {pattern}! t{tokens} table_{table} limit{limit} "
-        "compact{compact} workspace_{workspace} share_{share} in{inputs} out_{outputs}"
+        "compact{compact} workspace_{workspace} requests_{requests} share_{share} in{inputs} out_{outputs}"
     )
     asks = "topk block_size rows=tokens compact prefill_workspace=workspace context_parallel=share"
     topk: int
@@ -167,6 +169,7 @@ class ConvertIndicesParams(Params):
     limit: bool = False
     compact: bool = False
     workspace: str = "none"
+    requests: str = "plain"
     share: str = "none"
     inputs: str = "packed"
     outputs: str = "fresh"
@@ -188,6 +191,10 @@ class ConvertIndicesParams(Params):
         share = _SHARES[self.share]
         positions = self._positions(columns * self.block_size * share.size, g)
         requests = torch.randint(0, NUM_REQUESTS, (self.tokens,), generator=g, dtype=torch.int32)
+        turn = torch.arange(self.tokens)
+        if self.requests == "edges":
+            odd = torch.tensor([0, -1, INT32_MIN, INT32_MIN + 1, NUM_REQUESTS, INT32_MAX, NUM_REQUESTS - 1], dtype=torch.int32)
+            requests = odd[turn % len(odd)]
         originals: dict[str, Tensor] = {"topk_indices": positions, "req_id_per_token": requests, "block_table": table}
         if self.workspace != "none":
             ids = torch.randint(0, 3, (self.tokens,), generator=g, dtype=torch.int32)
@@ -200,7 +207,13 @@ class ConvertIndicesParams(Params):
             if self.workspace == "half":  # none whose rows end past int32
                 ids[self.tokens // 2 :] = torch.arange(self.tokens - self.tokens // 2) % 2
                 order = torch.arange(3)
-            originals["prefill_workspace_starts"] = torch.tensor([0, 1000, INT32_MAX - 40], dtype=torch.int32)[order]
+            starts = torch.tensor([0, 1000, INT32_MAX - 40], dtype=torch.int32)[order]
+            if self.requests == "edges":
+                # from a start of -2^31 no position has a row, from -5 all but the first five have one
+                starts = torch.tensor([-5, INT32_MIN, INT32_MIN + 1, INT32_MAX], dtype=torch.int32)
+                odd = torch.tensor([0, 1, 2, 3, 4, INT32_MAX, INT32_MIN, INT32_MIN + 1], dtype=torch.int32)
+                originals["prefill_request_ids"] = odd[turn % len(odd)]
+            originals["prefill_workspace_starts"] = starts
         placed = {name: stage.read(name, t, strided=self.inputs == "views") for name, t in originals.items()}
         # fewer slots than the table names: whole blocks, and the last ones of a block, fall outside
         num_slots = num_blocks * self.block_size * 3 // 4 - 1 if self.limit else None
@@ -300,6 +313,10 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         yield replace(params, tokens=0)
         if can_hold_many(facts, level):
             yield replace(params, tokens=MANY_ROWS)
+    for params in (
+        () if level == "smoke" else covering(plain | {"workspace": axes["workspace"][:2]}, strength=1, allowed=allowed)
+    ):
+        yield replace(ConvertIndicesParams(**params), requests="edges", tokens=16, pattern="corpus")
     narrow = plain | {"topk": narrow_topks(implementation, facts), "pattern": ["dense", "absent"], "compact": compact}
     if level != "smoke" and narrow["topk"]:
         yield from (ConvertIndicesParams(**choice) for choice in covering(narrow, strength=1, allowed=allowed))

@@ -20,7 +20,7 @@ from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Worksho
 from mla_portable.problems.compare import BITS, Finding, Tolerance, close, limit_of, same_bits
 from mla_portable.problems.cover import Choice
 from mla_portable.problems.draw import PAIR_BLOCK, cached_rows, generator, paged_cache, shuffled, taken_rows, vast
-from mla_portable.problems.exact import INT32_MIN
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.problems.stage import Problem, Results, Stage
 
@@ -28,6 +28,14 @@ _JUDGED_ROWS: Final = 64
 """Rows of a timed copy that the oracle judges."""
 _GATHERED: Final = 4
 """Requests whose tokens a timed copy collects."""
+EDGES: Final = (
+    *((9, -7), (INT32_MIN, 4), (2, 5), (INT32_MIN + 1, 3), (INT32_MAX, 8)),
+    *((INT32_MAX, INT32_MIN), (INT32_MAX, INT32_MAX), (INT32_MIN, INT32_MAX)),
+)
+"""Lengths and first rows whose sums and differences may wrap; they own rows 0 and 1, 5 and 6, and those from 8 on."""
+_EDGE_TOKENS: Final = 9
+"""Tokens of such a request that the table has columns for."""
+_EDGE_ROWS: Final = 14
 TOLERANCES: Final = {
     ("bf16", "latent"): BITS,
     ("pow2", "latent"): BITS,
@@ -91,7 +99,8 @@ class GatherUpconvertParams(Params):
     Attributes:
         kv, scale_format, block_size: layout of the cache.
         lens: "borders", lengths on and next to those of blocks, an empty request between them; "long", one request of
-            many blocks; "empty", requests without tokens; "none", no request at all; "few", what a probe takes.
+            many blocks; "empty", requests without tokens; "none", no request at all; "few", what a probe takes;
+            "edges", EDGES.
         table: "plain"; "holes", negative entries and blocks past the cache, whose tokens become rows of zeros; "near", by
             little, for `lens` of "few".
         placing: "tight", requests one after the other; "gaps", in another order with unowned rows between; "short", the
@@ -122,6 +131,7 @@ class GatherUpconvertParams(Params):
             "empty": [0, 0, 0],
             "none": [],
             "few": [block + min(3, block), 1, 1],
+            "edges": [length for length, _ in EDGES],
         }
         return kinds[self.lens]
 
@@ -141,10 +151,12 @@ class GatherUpconvertParams(Params):
         """See Params."""
         g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.kv]
         kinds = self._lengths()
-        lens = [kinds[i] for i in shuffled(len(kinds), g).tolist()]
-        starts, num_rows = self._starts(lens)
+        turn: list[int] = shuffled(len(kinds), g).tolist()
+        lens = [kinds[i] for i in turn]
+        starts, num_rows = self._starts(lens) if self.lens != "edges" else ([EDGES[i][1] for i in turn], _EDGE_ROWS)
         more_columns, more_blocks = (0, 0) if self.blocks == "pair" or self.lens == "few" else (1, 3)
-        columns = max([-(-n // self.block_size) for n in lens], default=0) + more_columns
+        longest = _EDGE_TOKENS if self.lens == "edges" else max(lens, default=0)
+        columns = -(-longest // self.block_size) + more_columns
         owned = len(lens) * columns
         num_blocks = owned + more_blocks
         blocks = shuffled(num_blocks, g)[:owned]
@@ -182,7 +194,7 @@ class GatherUpconvertParams(Params):
         )
         is_owned = torch.zeros(num_rows, dtype=torch.bool)
         for start, length in zip(starts, lens, strict=True):
-            is_owned[start : start + length] = True
+            is_owned[max(start, 0) : max(start + length, 0)] = True
 
         judge = partial(findings, self.scale_format or "bf16", want={"out": want}, owned=is_owned)
         args = {"kv_cache": kv_placed, "block_table": table_placed, "seq_lens": lens_placed, "workspace_starts": starts_placed}
@@ -208,6 +220,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     cover = partial(GatherUpconvertParams.covering, implementation, facts)
     yield from cover(axes, strength=STRENGTH[level], allowed=allowed)
     for params in () if level == "smoke" else cover(plain_axes(axes), strength=1):
+        yield replace(params, lens="edges", placing="tight")
         if params.block_size >= PAIR_BLOCK:
             yield replace(params, blocks="pair")
         if can_hold_vast(params.kv, facts, level):

@@ -17,6 +17,7 @@ from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, index_que
 from mla_portable.primitives import INDEXER_LOGITS_RAGGED
 from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.draw import generator
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.problems.indexer_logits import findings
 from mla_portable.problems.indexer_pages import SCORES, format_of, query_values, score
 from mla_portable.problems.shapes import MANY_ROWS, can_capture, can_hold_many, heads
@@ -60,7 +61,7 @@ class IndexerLogitsRaggedParams(Params):
     Attributes:
         kv: the layout whose number format q and keys have. heads: H. tokens: T. keys: N.
         ranges: "causal", each token sees one key more than the one before it; "mixed", starts and ends past both ends of the
-            keys, empty ranges, single keys.
+            keys, empty ranges, single keys; "edges", at the edges of int32.
         inputs, outputs: "packed", or "views" of wider tensors.
     """
 
@@ -82,6 +83,9 @@ class IndexerLogitsRaggedParams(Params):
         turn = torch.arange(tokens)
         if self.ranges == "causal":
             starts, ends = torch.zeros(tokens).long(), self.keys - tokens + 1 + turn
+        elif self.ranges == "edges":
+            starts = torch.tensor([INT32_MIN, 5, INT32_MAX, INT32_MIN + 1, 5, INT32_MAX])[turn % 6]
+            ends = torch.tensor([INT32_MAX, INT32_MIN, INT32_MIN + 1, 2, INT32_MAX, INT32_MAX])[turn % 6]
         else:
             starts = torch.tensor([0, -7, 5, self.keys - 1, self.keys + 9, 70])[turn % 6]
             ends = torch.tensor([self.keys, self.keys + 100, 5, self.keys, self.keys + 20, 71])[turn % 6]
@@ -118,9 +122,11 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     }
     covered = IndexerLogitsRaggedParams.covering(implementation, facts, axes, strength=STRENGTH[level])
     yield from covered
-    if covered and level != "smoke" and can_capture(implementation, facts):
+    if covered and level != "smoke":
         base = IndexerLogitsRaggedParams(kv=axes["kv"][-1], heads=axes["heads"][-1], ranges="mixed")
-        yield replace(base, run="graph")
+        yield replace(base, ranges="edges")
+        if can_capture(implementation, facts):
+            yield replace(base, run="graph")
     if covered and can_hold_many(facts, level):
         for kv in axes["kv"]:
             yield IndexerLogitsRaggedParams(kv=kv, heads=axes["heads"][0], tokens=MANY_ROWS, keys=70, ranges="mixed")

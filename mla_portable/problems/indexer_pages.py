@@ -17,7 +17,7 @@ from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, index_que
 from mla_portable.problems.base import STRENGTH, Params
 from mla_portable.problems.compare import Tolerance
 from mla_portable.problems.draw import PAIR_BLOCK, generator, paged, shuffled, vast
-from mla_portable.problems.exact import INT32_MIN, e4m3_values
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN, e4m3_values
 from mla_portable.problems.shapes import (
     MANY_ROWS,
     block_sizes,
@@ -111,14 +111,14 @@ class PageParams(Params):
         kv, scale_format, heads, block_size: layout of the index cache; H.
         batch: "decode", one token a request; "prefill", several, on and next to the borders of blocks; "chunk", dozens;
             "long", contexts of thousands; "overlong", more tokens than context, a length past the table and a negative one;
-            "full", several tokens of contexts as long as what the table reaches, and longer; "crowd", MANY_ROWS requests of
-            a token, few of which have a context; "empty", requests without tokens or context; "none", no tokens at all;
-            "published", one request of 4 tokens and no context, as in InfiniCore's test test/infinicore/ops/dsa.py;
-            "ragged", that of a probe: weights of one sign in each row, `ragged_blocks` blocks.
+            "edges", lengths at the edges of int32; "full", several tokens of contexts as long as what the table reaches, and
+            longer; "crowd", MANY_ROWS requests of a token, few of which have a context; "empty", requests without tokens or
+            context; "none", no tokens at all; "published", one request of 4 tokens and no context, as in InfiniCore's test
+            test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each row, `ragged_blocks` blocks.
         share: "none", or the rank whose share the cache holds: one of SHARES.
         tail: tokens of no request after the last one's.
         starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
-            starts at token -1, and the last one ends after the last token.
+            starts at token -1, and the last one ends after the last token; "edges", at the edges of int32.
         table: "plain"; "holes", negative entries and blocks past the cache; "near", the block behind the cache and the one
             before it, in turn, for the second and third block of a request.
         inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided"; of a single request: "pair",
@@ -164,6 +164,7 @@ class PageParams(Params):
             "chunk": [(40, 130), (33, 33), (1, FEW), (7, 300)],
             "long": [(1, _LONG), (2, 2500), (1, 5)],
             "overlong": [(4, 2), (2, reach + 9), (1, -5), (2, INT32_MIN)],
+            "edges": [(2, INT32_MAX), (2, INT32_MIN), (1, INT32_MIN + 1), (3, INT32_MAX - 1)],
             "full": [(9, reach), (7, reach + 9)],
             "empty": [(0, FEW), (2, 0), (0, 0), (1, 1)],
             "none": [(0, 0), (0, FEW)],
@@ -198,7 +199,7 @@ class PageParams(Params):
             *rest, large, largest = sorted(batch)
             batch = [large, *rest, largest]
         queries, lengths = ([each[i] for each in batch] for i in (0, 1))
-        first, more = {"zero": (0, 0), "late": (2, 2), "outside": (-1, -2)}[self.starts]
+        first, more = {"zero": (0, 0), "late": (2, 2), "outside": (-1, -2), "edges": (0, 0)}[self.starts]
         num_tokens = sum(queries) + self.tail + more
         owned = len(batch) * columns
         if self.blocks == "address":
@@ -228,6 +229,8 @@ class PageParams(Params):
             for i, bad in enumerate((-1, num_blocks, INT32_MIN, num_blocks + 114514)):
                 table.view(-1)[i::7] = bad
         starts = torch.tensor([first, *queries]).cumsum(0).to(torch.int32)
+        if self.starts == "edges":
+            starts[0], starts[-1] = INT32_MIN, INT32_MAX
         # bf16 numbers, so that an op which takes them so loses nothing
         weights = torch.randn(num_tokens, self.heads, generator=g).bfloat16().float()
         if self.batch == "ragged":  # logits of the first two tokens can only be negative without the ReLU
@@ -288,6 +291,8 @@ def page_params(
         fewer = replace(base, **few)
         fewest = replace(fewer, heads=axes["heads"][0])
         yield from (replace(base, starts=starts) for starts in ("late", "outside"))
+        for starts in ("zero", "edges"):  # 2 tokens a request, and 4: kernels may have another form for so many
+            yield from (replace(fewer, batch="edges", starts=starts, tail=tail) for tail in (0, 8))
         yield replace(fewer, batch="chunk", tail=1)
         yield replace(base, batch="long", tail=1)
         if (kv, scale_format) in one_storage_each(axes["storage"]):

@@ -22,6 +22,7 @@ from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Worksho
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.cover import Choice
 from mla_portable.problems.draw import generator
+from mla_portable.problems.exact import INT32_MAX
 from mla_portable.problems.shapes import accepted, can_capture, heads
 from mla_portable.problems.stage import Problem, Results, Stage
 
@@ -128,6 +129,7 @@ class MaskedPrefillParams(Params):
             "all". Keys that no query attends to are NaN, and their values infinite.
         finite: what no query attends to is large instead, as promised. lse: "asked" or "none".
         held: words of a row: "exact"; "more", with bits past the request's keys; "fewer" than the keys need.
+        bounds: of lengths, "exact" or "most", 2^31 - 1.
         apart: tokens of no request lie in front of the first one and behind the last one, and keys too.
         inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
         size: "plain"; "large", scores of hundreds, past what exp can take.
@@ -135,8 +137,8 @@ class MaskedPrefillParams(Params):
 
     primitive = MASKED_PREFILL
     says = (
-        "h{heads}! d{qk_head_dim}! {v_head_dim}! {batch}! full{full} selected_{selected} held_{held} apart{apart} "
-        "finite{finite} lse_{lse} in{inputs} out_{outputs} {size}"
+        "h{heads}! d{qk_head_dim}! {v_head_dim}! {batch}! full{full} selected_{selected} held_{held} bounds_{bounds} "
+        "apart{apart} finite{finite} lse_{lse} in{inputs} out_{outputs} {size}"
     )
     asks = "num_heads=heads qk_head_dim v_head_dim selection=selected finite_values=finite lse"
     heads: int
@@ -148,6 +150,7 @@ class MaskedPrefillParams(Params):
     finite: bool = False
     lse: str = "asked"
     held: str = "exact"
+    bounds: str = "exact"
     apart: bool = False
     inputs: str = "packed"
     outputs: str = "fresh"
@@ -184,6 +187,8 @@ class MaskedPrefillParams(Params):
         strided = self.inputs == "views"
         args = {name: stage.read(name, each, strided=strided and each.dim() == 3) for name, each in arguments.items()}
         longest = {"max_query_len": max(queries, default=0), "max_key_len": max(keys, default=0)}
+        if self.bounds == "most":
+            longest = dict.fromkeys(longest, INT32_MAX)
         keywords = {**given, **longest}
         if selection is not None:
             keywords["selection"] = stage.read("selection", selection, strided=strided)
@@ -279,6 +284,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
             if not on_cpu:
                 for count in counts:
                     yield replace(base, heads=count, qk_head_dim=qk, v_head_dim=value, selected=each, apart=True)
+    yield from (replace(base, batch="ragged", selected=each, bounds="most") for each in axes["selected"])
     if can_capture(implementation, facts):
         for each in axes["selected"]:
             yield replace(base, batch="ragged", selected=each, outputs="packed", run="graph")

@@ -18,11 +18,19 @@ from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, same_bits
 from mla_portable.problems.draw import generator
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.problems.shapes import MANY_ROWS, can_capture, can_hold_many, topks
 from mla_portable.problems.stage import Problem, Results, Stage
 
 TOLERANCES: Final = {("any", "out"): BITS}
 ROWS: Final = 6
+BUSY_ROWS: Final = 300
+"""More rows than a GPU has multiprocessors: a kernel may have another build for so many."""
+EDGES: Final = (
+    *((5, INT32_MIN), (INT32_MAX, INT32_MIN + 1), (INT32_MIN, INT32_MAX)),
+    *((7, INT32_MAX), (INT32_MIN + 1, 2), (INT32_MAX, INT32_MAX)),
+)
+"""Starts and ends whose differences, and what they are rounded up to, may wrap."""
 LONG: Final = 20_000
 """Scores of a row that no block of threads holds in registers."""
 _FEW_TIES, _MANY_TIES, _TIES_BEHIND = 40, 2_500, 6_000
@@ -54,12 +62,14 @@ class TopkSelectParams(Params):
         scores: "plain"; "ties", few different ones; "equal", all of them; "ascending", the largest last; "holes", -inf, NaN,
             +inf and zeros of both signs among them; "absent", nothing but -inf; "zeros", of both signs, and few others;
             "parted", the largest, all equal, lie at both ends of a LONG row, at its front fewer than K or more.
-        ranges: "whole"; "mixed": ends before K, at K and past N, negative starts, a start past the end, one column.
-        rows: T. inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
+        ranges: "whole"; "mixed": ends before K, at K and past N, negative starts, a start past the end, one column; "edges":
+            EDGES in turn.
+        rows: T.
+        inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
     """
 
     primitive = TOPK_SELECT
-    says = "k{topk}! n{length}! {scores} ranges_{ranges} r{rows} in{inputs} out_{outputs}"
+    says = "k{topk}! n{length}! {scores} ranges_{ranges} t{rows} in{inputs} out_{outputs}"
     asks = "topk"
     topk: int
     length: int
@@ -90,12 +100,14 @@ class TopkSelectParams(Params):
             logits = signed
         elif self.scores == "parted":
             logits.clamp_(max=1)
-            for row in range(ROWS):
+            for row in range(self.rows):
                 logits[row, : _FEW_TIES if row % 2 else _MANY_TIES] = logits[row, -_TIES_BEHIND:] = 2
         starts, ends = torch.zeros(self.rows, dtype=torch.int32), torch.full((self.rows,), self.length, dtype=torch.int32)
         if self.ranges == "mixed":
             starts = torch.tensor([0, 3, -7, 5, self.length + 9, 1], dtype=torch.int32)
             ends = torch.tensor([self.topk, self.length + 100, self.length, 2, self.length, 2], dtype=torch.int32)
+        elif self.ranges == "edges":
+            starts, ends = torch.tensor(EDGES, dtype=torch.int32)[torch.arange(self.rows) % len(EDGES)].T.contiguous()
         args = {
             "logits": stage.read("logits", logits, strided=apart),
             "row_starts": stage.read("row_starts", starts),
@@ -132,8 +144,12 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     yield from (replace(base, scores=scores) for scores in axes["scores"])
     yield replace(base, scores="parted")
     yield TopkSelectParams(topk=widths[0], length=300, scores="zeros")
+    few = TopkSelectParams(topk=widths[0], length=300, ranges="edges")
+    yield from (replace(few, length=length) for length in (300, 5000, LONG))
+    if facts.device_type != "cpu":
+        yield replace(few, length=LONG, rows=BUSY_ROWS)
     if can_hold_many(facts, level):
-        yield TopkSelectParams(topk=widths[0], length=40, rows=MANY_ROWS)
+        yield replace(few, length=40, ranges="whole", rows=MANY_ROWS)
     if can_capture(implementation, facts):
         yield replace(base, run="graph", outputs="packed")
 

@@ -146,6 +146,8 @@ class Library:
             self.need(each.dtype == torch.int32 and each.dim() == 1 and each.is_contiguous(), "starts")
         self.need(len(starts[0]) == len(starts[1]) > 1, "another number of requests")
         self.need(given["num_splits"] == 1, f"num_splits {given['num_splits']}")
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            self.need(given[name] <= 2**31 - TILE, f"{name} is {given[name]}: rounded up to tiles it passes int32")
         longest, causal = given["max_seqlen_q"], given["is_causal"] and given["max_seqlen_q"] > 1
         self.prompts.append((tokens, heads, keys, longest))
         lse = torch.full((heads, tokens), float("nan"))

@@ -18,6 +18,7 @@ from mla_portable.primitives import _select_in_parts as parts
 from mla_portable.primitives.indexer_logits import reference
 from mla_portable.primitives.indexer_select import reference as select_reference
 from mla_portable.primitives.topk_select import reference as topk_reference
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable_nvidia.native import indexer_logits as indexer
 from mla_portable_nvidia.native.indexer_logits import PREFILL, NativeScores
 
@@ -79,6 +80,21 @@ def test_a_key_of_nan_scores_nan_which_is_never_chosen(emulated):
     scores_of(emulated, INDEXER_LOGITS, 3)(out, None, *arguments)
     assert out[:, 0].isnan().all() and not out[:, 1:].isnan().any()
     assert 0 not in topk_reference(out, torch.zeros(70, dtype=torch.int32), torch.full((70,), 128), topk=128)
+
+
+@pytest.mark.parametrize("first_token", [0, INT32_MIN])
+@pytest.mark.parametrize("end", [13, INT32_MAX])
+def test_lengths_and_starts_may_be_any_int32(emulated, first_token, end):
+    """A request may begin in front of all tokens and end behind them: neither moves what is there."""
+    arguments = batch([2, 3, 1, 7], [60, 60, 60, 60], 3, tail=10)
+    arguments[3][0], arguments[3][-1] = first_token, end
+    arguments[4][:] = torch.tensor([INT32_MAX, INT32_MIN, INT32_MIN + 1, INT32_MAX - 1])
+    tokens = len(arguments[0])
+    out, want = torch.full((tokens, 192), 7.0), reference(*arguments, out=torch.empty(tokens, 192))
+    scores_of(emulated, INDEXER_LOGITS, 3)(out, None, *arguments)
+    assert torch.equal(out == -math.inf, want == -math.inf) and ((want > -math.inf).any(dim=1)[:2]).all()
+    finite = want > -math.inf
+    torch.testing.assert_close(out[finite], want[finite], rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 165), (0, 64), (64, 64), (128, 37)])

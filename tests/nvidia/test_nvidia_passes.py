@@ -55,7 +55,7 @@ def test_sanitise(topk: int, width: int, with_lengths: bool, num_slots: int):
     wide = torch.randint(-5, 60, (3, 4, topk + 8), generator=torch.Generator().manual_seed(topk), dtype=torch.int32)
     wide[0, 0, 0], wide[0, 2, 0] = INT32_MAX, INT32_MIN
     indices = wide[:, ::2, :topk].to(DEVICE)
-    lengths = int32([0, topk], [5, -3], [topk + 9, topk // 2]) if with_lengths else None
+    lengths = int32([0, topk], [INT32_MAX, INT32_MIN], [topk + 9, topk // 2]) if with_lengths else None
     out = twice(77, 3, 2, width, dtype=torch.int32)
     for passes, mine in zip((Boundary(), TorchBoundary()), out, strict=True):
         passes.sanitise(mine, indices, lengths, num_slots)
@@ -90,15 +90,17 @@ def test_finish(heads: int, kernel_heads: int, in_place: bool, with_sink: bool, 
 
 @HEADS
 def test_every_part_gets_the_query_and_its_share_of_the_length(heads: int, kernel_heads: int, parts: int):
-    q = torch.randn(4, heads + 2, 580, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)[:, 1:-1, 2:578]
-    lengths = int32(0, min(130, 128 * parts), 128 * parts, 128 * parts + 9).unsqueeze(1)
+    values = 0, min(130, 128 * parts), 128 * parts, 128 * parts + 9, INT32_MIN, INT32_MIN + 1, INT32_MAX
+    rows, lengths = len(values), int32(*values).unsqueeze(1)
+    q = torch.randn(rows, heads + 2, 580, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)[:, 1:-1, 2:578]
     for given in (lengths, None):
-        queries = twice(math.nan, 4 * parts, kernel_heads, 576, dtype=torch.bfloat16)
-        limits = twice(77, 4 * parts, dtype=torch.int32)
+        queries = twice(math.nan, rows * parts, kernel_heads, 576, dtype=torch.bfloat16)
+        limits = twice(77, rows * parts, dtype=torch.int32)
         for passes, mine, limit in zip((RowParts(), TorchRowParts()), queries, limits, strict=True):
             passes.spread(mine, None if given is None else limit, q.unsqueeze(1), given, 128)
         assert torch.equal(*queries) and torch.equal(*limits)
-        assert given is None or limits[0].view(4, parts).sum(dim=1).tolist() == given.squeeze(1).clamp(max=128 * parts).tolist()
+        shares = limits[0].view(rows, parts).sum(dim=1)
+        assert given is None or shares.tolist() == given.squeeze(1).clamp(0, 128 * parts).tolist()
 
 
 @HEADS
@@ -131,7 +133,7 @@ def test_parts_become_one_result(heads: int, kernel_heads: int, parts: int, with
 def test_what_counts_comes_first_in_its_order(topk: int, with_lengths: bool, num_rows: int):
     wide = torch.randint(-5, 60, (10, topk + 8), generator=torch.Generator().manual_seed(topk), dtype=torch.int32)
     wide[0, 0], wide[4, 0], wide[6] = INT32_MAX, INT32_MIN, -1
-    lengths = int32(0, topk, topk + 9, topk // 2, -3) if with_lengths else None
+    lengths = int32(0, topk, INT32_MAX, topk // 2, INT32_MIN) if with_lengths else None
     pages, counts = twice(77, 5, topk, dtype=torch.int32), twice(77, 5, dtype=torch.int32)
     for passes, mine, count in zip((PageLists(), TorchPageLists()), pages, counts, strict=True):
         passes(mine, count, wide[::2, :topk].to(DEVICE), lengths, num_rows)
@@ -149,6 +151,7 @@ CASES = {
     "late, and a tail": ([2, 3, 6], [70, 130], 3, 192, 0, 9, 1),
     "outside": ([-1, 2, 8], [70, 130], 3, 192, 0, 6, 1),
     "overlong": ([0, 4, 6, 7, 8], [2, 500, -5, INT32_MIN], 2, 128, 0, 8, 1),
+    "edges of int32": ([INT32_MIN, 2, 4, 5, INT32_MAX], [INT32_MAX, INT32_MIN, INT32_MIN + 1, INT32_MAX], 2, 128, 0, 6, 1),
     "narrow": ([0, 2, 4], [150, 30], 3, 3, 0, 4, 1),
     "two a row": ([0, 10], [150], 3, 192, 4, 6, 2),
     "two a row, some of no request": ([3, 6], [150], 3, 150, 0, 10, 2),
@@ -196,9 +199,10 @@ def test_finish_and_erase(name: str, more: int):
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("columns", [1, 300, 2100])
 def test_window(columns: int, relative: bool):
-    starts, ends = int32(0, -7, 5, columns - 1, columns + 9, 2), int32(columns, columns + 100, 5, columns, columns + 20, 1)
-    logits = torch.randn(6, columns + 3, generator=torch.Generator().manual_seed(0)).to(DEVICE)[:, :columns]
-    out = twice(7.0, 6, columns + 5)
+    starts = int32(0, -7, 5, columns - 1, columns + 9, 2, INT32_MIN, 5, INT32_MAX)
+    ends = int32(columns, columns + 100, 5, columns, columns + 20, 1, INT32_MAX, INT32_MIN, INT32_MIN + 1)
+    logits = torch.randn(9, columns + 3, generator=torch.Generator().manual_seed(0)).to(DEVICE)[:, :columns]
+    out = twice(7.0, 9, columns + 5)
     for passes, mine in zip((IndexPasses(), TorchIndexPasses()), out, strict=True):
         passes.window(mine[:, :-5], logits, starts, ends, relative)
     assert torch.equal(*out)

@@ -15,6 +15,7 @@ from test_nvidia_native_sm80 import REQUEST
 
 from mla_portable.contracts import SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA, FP8_V4, LAYOUTS
+from mla_portable.problems.attention_problem import EDGES, edge_lengths
 from mla_portable_nvidia.native import bind_sm80
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -114,6 +115,26 @@ def test_a_row_attends_to_two_caches(monkeypatch, layout, device, num_heads, sch
         scratch = torch.full((3, 4, num_heads, 512), torch.nan), torch.zeros(3, 4, num_heads)
         schedule = SplitSchedule(4, num_heads, 70, 3, *scratch, extra_topk=90)
     check(monkeypatch, kv, q, indices, request, schedule=schedule, **options)
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize(("layout", "num_heads"), [("fp8_v4", 16), ("bf16", 50)])
+def test_lengths_may_be_any_int32(monkeypatch, layout, num_heads, second):
+    """Of one list; and of either of two, whose keys are those of the other then. Each is found by strides of its own."""
+    torch.manual_seed(0)
+    rows = len(EDGES)
+    q, indices = problem(rows, 1, num_heads, 70, 80, width=LAYOUTS[layout].key_width)
+    options = {"lengths": edge_lengths(rows, 70, 0).unsqueeze(1)}
+    if second:
+        apart = torch.full((rows, 3), 7, dtype=torch.int32)
+        apart[:, 1] = edge_lengths(rows, 90, 1)
+        options |= {
+            "extra_kv_cache": cache(24, 2, gap=576 - 16, layout=layout),
+            "extra_indices": problem(rows, 1, num_heads, 90, 48)[1],
+            "extra_lengths": apart[:, 1:2],
+        }
+    request = REQUEST.but(kv_layout=layout, num_heads=num_heads, device=A100)
+    check(monkeypatch, cache(5, 16, gap=32, layout=layout), q, indices, request, **options)
 
 
 @pytest.mark.parametrize("num_heads", [16, 64])

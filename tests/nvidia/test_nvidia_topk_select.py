@@ -16,6 +16,7 @@ from topk_model import Model, parameters, shared_size
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
 from mla_portable.primitives import TOPK_SELECT
+from mla_portable.problems.topk_select import LONG, TopkSelectParams
 from mla_portable.problems.topk_select import topk_select as oracle
 from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native import topk_select as native
@@ -141,6 +142,26 @@ def test_ranges_are_clamped(models):
     ends = torch.tensor([64, 400, 300, 2, 300, 2, 300], dtype=torch.int32)
     call = bound()
     assert torch.equal(call(logits, starts, ends, topk=64), oracle(logits, starts, ends, topk=64))
+
+
+@emulated
+@pytest.mark.parametrize("build", [SMALL, FEW_ROWS, MANY_ROWS], ids=lambda build: build.label)
+@pytest.mark.parametrize("n", [300, 5000, 9000])
+def test_bounds_may_be_any_int32(build, n):
+    """A row in registers, of either size, and one that is longer: no difference of two bounds may wrap."""
+    least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    starts, ends = torch.tensor([least, least + 1, -1, 0, 5, n, most]), torch.tensor([least, least + 1, -1, 0, 7, n, most])
+    starts, ends = torch.cartesian_prod(starts, ends).to(torch.int32).T.contiguous()
+    logits = torch.randn(n, generator=torch.Generator().manual_seed(n)).expand(len(starts), n).contiguous()
+    check(model_of(build), logits, starts, ends, 16, 1)
+
+
+@emulated
+@pytest.mark.parametrize(("length", "rows"), [(300, 6), (5000, 6), (LONG, 6), (300, 140), (LONG, 140)])
+def test_the_suites_case_of_such_bounds_passes(models, length, rows):
+    """Few rows, and more than the device has multiprocessors."""
+    problem = TopkSelectParams(topk=64, length=length, ranges="edges", rows=rows).build(0, torch.device("cpu"), H200)
+    assert not [found.message for found in problem.findings(problem.call(bound())) if found.message]
 
 
 @emulated

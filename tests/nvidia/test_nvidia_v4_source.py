@@ -17,6 +17,7 @@ from test_nvidia_native import SCALE, cache, problem
 
 from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.problems.attention_problem import EDGES, edge_lengths
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.sparse_decode import Build, Tensors, prepare
@@ -78,6 +79,19 @@ def test_two_caches(build):
     _, extra_indices = problem(4, 1, heads, 90, 48)
     second = (v4(24, 2, 576 - 16), extra_indices, of_rows(90, 0, 41, 0))
     check(build, v4(5, 16), q, indices, of_rows(70, 33, 0, -1), torch.randn(heads), second)
+
+
+@EVERY
+def test_lengths_may_be_any_int32(build):
+    """Of one list; and of either of two, whose keys are those of the other then. Each is found by strides of its own."""
+    torch.manual_seed(0)
+    heads, rows = build.heads, len(EDGES)
+    q, indices = problem(rows, 1, heads, 70, 80, width=512)
+    _, extra_indices = problem(rows, 1, heads, 90, 48)
+    lengths, apart = edge_lengths(rows, 70, 0).unsqueeze(1), torch.full((rows, 3), 7, dtype=torch.int32)
+    apart[:, 1] = edge_lengths(rows, 90, 1)
+    check(build, v4(5, 16), q, indices, lengths, torch.randn(heads))
+    check(build, v4(5, 16), q, indices, lengths, torch.randn(heads), (v4(24, 2, 576 - 16), extra_indices, apart[:, 1:2]))
 
 
 @EVERY

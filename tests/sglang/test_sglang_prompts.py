@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang_kit import cases, fixture, server_of
 from torch import Tensor
@@ -179,6 +180,20 @@ def test_steps_that_take_the_sparse_route(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prompts, "_in_graph", lambda: False)
     object.__setattr__(found._attention, "spec", replace(found._attention.spec, max_num_tokens=25))
     assert not taken(built)
+
+
+def test_a_step_behind_a_planned_one_has_its_own_plan_or_none(monkeypatch: pytest.MonkeyPatch):
+    """SGLang says that it computes a step densely itself; a decode follows an extend."""
+    built = build(monkeypatch, FASTER)
+    found, backend, batch = server_of(built.backend).prompts, built.backend, built.forward_batch
+    assert taken(built)
+    backend.use_mha = True
+    found.plan(backend, batch)
+    assert found.step is None
+    assert taken(built) and not backend.use_mha
+    batch.forward_mode = ForwardMode.DECODE
+    found.plan(backend, batch)
+    assert found.step is None
 
 
 @pytest.mark.parametrize("name", [*prompts.PLAIN, "set_lora", "q_lora_rank", "llama_4_scaling"])

@@ -170,6 +170,25 @@ def test_memory_profiling_reserves_a_workspace_only_where_prompts_are_gathered(
     assert served._kinds  # scratch is there before memory is measured
 
 
+@pytest.mark.parametrize("heads, gathers", [(4, False), (32, False), (48, True), (64, True)])
+def test_prompts_of_few_heads_are_read_in_place(heads: int, gathers: bool):
+    cls, caches = choice.derived(stock_class()), deepseek_v4.make_caches("window", SIZES)
+    assert deepseek_v4.make_layer(cls, caches, heads).gathers_prompts is gathers
+
+
+def test_lists_of_all_compressed_tokens_are_as_wide_as_what_was_prepared():
+    """vLLM makes the list of 8 compressed tokens 128 wide, and a captured step finds the schedules of that width alone."""
+    kinds._shared.clear()  # layers that other tests hold
+    with use("triton"):
+        case = Case("all")
+        step = case.step([1], [300], 1)
+        case.run(step)
+    (bound,) = case.layer._kinds.values()
+    spec, listed = bound.attention.spec, step.metadata[deepseek_v4.PREFIX].c128a_global_decode_topk_indices
+    assert spec.extra_topk == listed.shape[-1]
+    assert set(bound.attention._schedules) == {(1, spec.topk, spec.extra_topk)}
+
+
 @pytest.mark.parametrize("heads, padded", [(4, 8), (8, 8), (16, 16), (32, 32), (48, 64), (64, 64), (128, 128)])
 def test_queries_are_padded_to_what_the_writer_of_queries_can(heads: int, padded: int):
     assert choice.derived(stock_class()).get_padded_num_q_heads(heads) == padded

@@ -69,9 +69,10 @@ class FlashAttention3Prompts:
         if q.shape[0] == 0 or query_start_loc.shape[0] == 1 or max_query_len == 0:
             return out, lse_out
         given = out
+        # no longer than the tensors: the operator rounds both up to whole tiles, in int32
+        longest = max(min(max_query_len, q.shape[0]), 2), max(min(max_key_len, k.shape[0]), 1)
         q, out = mappable(q), mappable(out)
         k, v = (mappable(k), mappable(v)) if k.shape[0] else (q, q[..., : v.shape[2]])
-        longest = max(max_query_len, 2), max(max_key_len, 1)
         lse = self._operator(q, k, v, query_start_loc, key_start_loc, longest, softmax_scale, causal, out)
         if out is not given:
             given.copy_(out)

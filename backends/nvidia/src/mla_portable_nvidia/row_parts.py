@@ -34,7 +34,7 @@ def _spread_kernel(
     for p in tl.static_range(PARTS):
         tl.store(queries_ptr + (row * PARTS + p) * (KERNEL_HEADS * WIDTH) + at, value, mask=inside)
     if HAS_LENGTHS and tl.program_id(1) == 0:
-        length = tl.load(lengths_ptr + row * length_stride)
+        length = tl.maximum(tl.load(lengths_ptr + row * length_stride), 0)  # what follows does not wrap then
         for p in tl.static_range(PARTS):
             tl.store(limits_ptr + row * PARTS + p, tl.minimum(tl.maximum(length - p * part, 0), part))
 

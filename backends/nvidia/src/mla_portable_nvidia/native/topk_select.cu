@@ -283,7 +283,7 @@ __device__ __forceinline__ void hand_over(Shared& s) {
 struct Row {                      // where the scores of a row are that count
     int begin, length;
     __device__ __forceinline__ Row(const int* start, const int* end, int num_logits) : begin(max(*start, 0)) {
-        length = max(min(*end, num_logits) - begin, 0);
+        length = max(min(max(*end, 0), num_logits) - begin, 0);  // of two that are not negative, so that nothing wraps
     }
 };
 
