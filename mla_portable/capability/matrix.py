@@ -106,7 +106,7 @@ class Matrix(Model):
 
     Attributes:
         plugins: (name, distribution, version) of those that are described. implementations: (name, primitive) of all that they
-            offer. layouts: all names. columns: headings. ci: as from `claims.compiled_for`.
+            offer. layouts: all names. columns: headings. ci: of `claims.proven_by_ci`, what is offered.
     """
 
     plugins: tuple[tuple[str, str, str], ...]
@@ -219,8 +219,8 @@ _WORDS: Final = {
     "verified in R": "every case of the conformance suite of release R passed on that device, at level quick or full",
     "run in part in R": "all cases that ran passed; some of that release's suite did not run",
     "its SM80 code ran on an H200": "the suite passed with the code for that architecture, which a newer GPU's driver compiled",
-    CI: "proven without the device, in every run of continuous integration: every kernel compiles for the architecture and "
-    "fits it, and the suite passes on a CPU",
+    CI: "on the list (`ci.json`) of what this project's continuous integration proves without the device: each of its kernels "
+    "compiles for the architecture and fits it; Triton's kernels, in its interpreter, and plain torch pass the suite on a CPU",
     NOT_RUN: "declared by its plugin",
     UNPUBLISHED: "such as how much shared memory there is, so that nobody can say what would run",
 }

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from mla_portable.capability.claims import compiled_for
+from mla_portable.capability.claims import proven_by_ci
 from mla_portable.capability.matrix import (
     DATA,
     NOT_RUN,
@@ -122,9 +122,9 @@ def make_matrix(folder: Path, registry: Registry | None = None) -> Matrix:
     has_runs = any(folder.glob(f"*/*{SUFFIX}")) or not (folder / DATA).is_file()
     known = None if has_runs else read_matrix(folder)
     runs, proofs = (known.runs, known.proofs) if known else read_runs(folder, registry, profiles)
-    ci = compiled_for(registry)
     devices = sorted((each for each in profiles.values() if each.device_type != "cpu"), key=_order)
     offered = sorted({(each.name, str(each.primitive)) for each in registry.implementations()})
+    ci = {entry: archs for entry, archs in proven_by_ci().items() if tuple(entry.split(" / ")) in offered}
     return Matrix(
         plugins=tuple(sorted((each.name, each.distribution, each.version) for each in registry.plugin_reports)),
         implementations=tuple(offered),
