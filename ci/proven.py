@@ -6,8 +6,8 @@
 
 A FILE is what `python -m <plugin>.compile_all --json` or `mla-portable conform --json` printed. An implementation is proven for
 an architecture where each of the kernels that `compile_all.KERNELS` names for it compiled, and for "cpu" where the conformance
-suite ran on it there and every case passed. The list must say the same of these architectures, and of these implementations on a
-CPU; `--write` makes it say so. It never says anything of what ran nowhere.
+suite ran on it there and every case passed. The list must say the same of these architectures, and of these implementations on
+a CPU; `--write` makes it say so. It never says anything of what ran nowhere.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mla_portable.layouts import LAYOUTS
 from mla_portable.problems import cases_for
 
 CI_LIST: Final = "ci.json"
-"""Of `capability/`, and of a wheel: what continuous integration of this project proves; `ci/proven.py` holds it against runs."""
+"""Of `capability/`, and of a wheel: what this project's continuous integration proves; `ci/proven.py` holds it against runs."""
 _FEATURES: Final = (
     "lse",
     "attn_sink",
