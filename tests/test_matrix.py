@@ -26,7 +26,7 @@ from mla_portable.capability.matrix import Matrix, Proof, States, matrix_text, p
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles, parse_profile, profile_named, profile_of
 from mla_portable.capability.proofs import Results, proofs_of, results_of
-from mla_portable.capability.run import Case, Run, new_run, suite_of, write_run
+from mla_portable.capability.run import Case, Comparison, Run, new_run, suite_of, write_run
 from mla_portable.capability.suite import LIST, ListedSuite, TodaysSuite, suite_of_release, write_list
 from mla_portable.capability.table import COLUMNS, generated, make_matrix
 from mla_portable.cli.app import app
@@ -274,6 +274,23 @@ def test_the_page_answers_in_few_lines(matrix: Matrix) -> None:
     assert rows["| AMD Instinct MI300X (gfx942)"].count("triton.portable, CI") == len(COLUMNS)
     assert "iluvatar.flash_mla_sparse_v2, not run" in rows["| Iluvatar BI-V150 (ivcore11)"]
     assert rows["| Iluvatar TG-V200 (ivcore20)"].split(" | ")[1] == "a deciding fact is not published"
+
+
+def test_comparisons_that_failed_are_named_under_the_runs(tmp_path: Path, matrix: Matrix) -> None:
+    (line,) = (line for line in page(matrix).splitlines() if "12 of 12 of hyv4" in line)
+    assert line.startswith(f"- {NEWEST}, h200, vllm 0.30.0, other models: 12 of 12 of hyv4; `hyv4-triton-fp8-eager` against")
+    assert "glm53" not in line and "short 0.321" in line
+    assert sum(line.startswith("- 0.") for line in page(matrix).splitlines()) == 1
+    shutil.copytree(CAPABILITY / "profiles", tmp_path / "profiles")
+    compared = [
+        Comparison(engine="e 1", suite="s", name=name, passed=passed, text="0.5")
+        for name, passed in (("a-x", True), ("a-y", False), ("b", True), ("c", None))
+    ]
+    write_run(
+        tmp_path / "0.1.0" / "h200-2026-11-20-somebody.json.gz", ran(comparisons=[each.model_dump() for each in compared])
+    )
+    (run,) = make_matrix(tmp_path, ACME).runs
+    assert run.failed_comparisons == ("e 1, s: 1 of 2 of a; `a-y` 0.5",)
 
 
 def test_what_is_shown_is_what_would_run(matrix: Matrix) -> None:

@@ -84,7 +84,12 @@ class Device(Model):
 
 
 class RunLine(Model):
-    """A run, in short."""
+    """A run, in short.
+
+    Attributes:
+        failed_comparisons: of engines, by the first word of their names, which names the model or the job: how many failed, and
+            what the first of them found.
+    """
 
     file: Text
     release: Text
@@ -95,6 +100,7 @@ class RunLine(Model):
     failed: Count
     times: Count
     comparisons: str = ""
+    failed_comparisons: tuple[str, ...] = ()
     commit: str | None
     dirty: bool | None
     date: Text
@@ -232,6 +238,8 @@ def page(matrix: Matrix) -> str:
     lines += _rows(("device", *matrix.columns), ((f"{d.name} ({d.arch})", *(c.text for c in d.cells)) for d in matrix.devices))
     lines += ["", "## Words", "", *(f"- **{word}**: {meaning}" for word, meaning in _WORDS.items())]
     lines += ["", "## Runs", "", *_rows(_RUN_HEADINGS, map(_run_words, matrix.runs)), "", f"{_counted(matrix.runs)}."]
+    failed = [f"- {run.release}, {run.device}, {words}" for run in matrix.runs for words in run.failed_comparisons]
+    lines += ["", "Comparisons of engines that failed:", "", *failed] if failed else []
     return "\n".join(lines) + "\n"
 
 
