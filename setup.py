@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pyproject.toml cannot say: a wheel carries the profiles and the matrix of capability/ as package data, and no run."""
+"""What pyproject.toml cannot say: a wheel carries profiles, matrix and CI's list of capability/ as package data, no run."""
 
 from pathlib import Path
 from shutil import copy, copytree, rmtree
@@ -18,7 +18,8 @@ class BuildWithRecords(build_py):
             target = Path(self.build_lib) / "mla_portable" / "capability" / "data"
             rmtree(target, ignore_errors=True)  # of an earlier build
             copytree(records / "profiles", target / "profiles")
-            copy(records / "matrix.json", target)
+            for name in ("matrix.json", "ci.json"):
+                copy(records / name, target)
 
 
 setup(cmdclass={"build_py": BuildWithRecords})

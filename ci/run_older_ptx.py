@@ -31,7 +31,7 @@ import torch
 import triton
 from vllm_gpu.older_ptx import load_native_ptx_instead, load_ptx_instead
 
-from mla_portable.capability.claims import compiled_for
+from mla_portable.capability.claims import proven_by_ci
 from mla_portable.capability.profiles import Profile, all_profiles
 from mla_portable.cli.app import app
 from mla_portable.cli.recording import Recorder, case_of, recorder
@@ -69,7 +69,7 @@ def older_profile(arch: str) -> Profile:
 
 def libraries_of(backend: str, older: Profile, registry: Registry) -> list[str]:
     """The implementations of a backend that a device would run, and whose kernels nobody here compiles for it."""
-    compiled, facts = compiled_for(registry), older.device_facts()
+    compiled, facts = proven_by_ci(), older.device_facts()
     offers = [each for each in registry.implementations() if backend in (each.name, each.backend)]
     declared = [f"{each.name} / {each.primitive}" for each in offers if not [*each.support.device_reasons(facts)]]
     return [name for name in declared if older.arch not in compiled.get(name, ())]

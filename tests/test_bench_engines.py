@@ -61,6 +61,21 @@ def test_times_are_printed_as_tables():
     assert engine_tables(MADE_UP) == TABLES
 
 
+@pytest.mark.parametrize(("us", "shown"), [(104.0, True), (96.0, True), (106.0, False), (94.0, False)])
+def test_a_profile_of_two_clocks_is_not_shown(us: float, shown: bool):
+    """The unchanged kernels of a step say how fast the GPU ran; another step of the same engines stays."""
+    step = [time(who, 50.0, quantity="layer", kernels="attention") for who in ("stock", "plugin")]
+    step += [time(who, 100.0, quantity="layer", kernels="MoE") for who in ("stock", "plugin")]
+    step += [
+        time("stock", 100.0, quantity="layer", kernels="other GEMMs"),
+        time("plugin", us, quantity="layer", kernels="other GEMMs"),
+    ]
+    step += [time("plugin", 7.0, quantity="layer", kernels="other GEMMs", requests=9)]
+    text = engine_tables(run(*step))
+    assert ("| MoE |" in text) == shown and ("differ: other GEMMs 1.06." in text) != shown
+    assert "9 x 3,000 tokens, us | stock" in text
+
+
 def test_the_command_reads_what_was_written(tmp_path: Path):
     path = tmp_path / "run.json.gz"
     write_run(path, MADE_UP)

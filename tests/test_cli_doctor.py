@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch_reference as reference
 from commands import document, invoke, missing_library
+from fake_plugins import implementation, make_plugin
 from machines import Costs
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from vendors import Vendor
@@ -76,6 +77,33 @@ def test_doctor_fails_when_what_is_selected_is_broken(plugins, environ, words):
     assert fatal and all(problem["remedy"] for problem in fatal)
     assert any(words in problem["what"] + problem["remedy"] for problem in fatal)
     assert "BROKEN" in invoke("doctor", registry=registry, code=1).stdout
+
+
+@pytest.mark.parametrize(
+    ("support", "preference", "noted"),
+    [
+        ({"device_types": ("cuda",)}, 20.0, True),
+        ({"device_types": None}, 20.0, True),
+        ({"device_types": ("cuda", "cpu"), "vendors": ("zenith", "cpu")}, 20.0, False),
+        ({"device_types": ("cuda",), "archs": ("sm80",)}, 20.0, False),
+        ({"device_types": ("musa",)}, 20.0, False),
+        ({"device_types": ("cuda",)}, 50.0, False),
+    ],
+)
+def test_doctor_notes_a_vendors_kernel_that_claims_every_vendors_devices(support, preference, noted):
+    kernel = implementation("zenith.v1", MERGE_STATES, Support(source="a test", **support), preference=preference)
+    registry = registry_with(("zenith", make_plugin(kernel)))
+    found = [problem for problem in document("doctor", registry=registry)["problems"] if "names no vendor" in problem["what"]]
+    assert bool(found) == noted
+    if noted:
+        assert found[0]["what"].startswith("zenith.v1 (merge_states)") and not found[0]["fatal"] and not found[0]["broken"]
+        assert 'vendors=("..."' in found[0]["remedy"]
+
+
+def test_no_kernel_of_this_project_claims_every_vendors_devices():
+    registry = Registry(environ={}, probe=False)
+    assert {"triton", "nvidia", "iluvatar"} <= {report.name for report in registry.plugin_reports}
+    assert list(diagnosis._claims_of_everything(registry)) == []
 
 
 ALL_WRONG = Spoiled(WRONG, only=tuple(Primitive.named(name) for name in WRONG))

@@ -9,13 +9,16 @@ import re
 from contextlib import nullcontext
 from functools import cache
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 import torch
 from conformance_faults import CPU, Model
+from engine_kernels import load_file
 from machines import H200
 
 from mla_portable.accelerator import Accelerator
+from mla_portable.capability.claims import proven_by_ci
 from mla_portable.conformance import cases_for, run_case, run_suite, runner
 from mla_portable.conformance.poison import poisoned
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, UnknownBackend
@@ -68,6 +71,9 @@ def test_the_reference_passes_at_quick_and_exercises_every_tolerance():
     assert data["totals"]["cases"] == data["totals"]["passed"] == len(data["cases"]) > 200
     assert data["totals"]["skipped"] == data["totals"]["failed"] == 0 and data["ok"]
     assert {row["quantity"] for row in data["worst"]} >= {"out", "out cosine", "lse"}
+    proven = load_file("proven", str(Path(__file__).parents[1] / "ci" / "proven.py"))
+    ran = proven.of_conformance(data)
+    assert proven.problems(proven_by_ci(), ran) == [] and len(ran) == len(Primitive.all())
 
 
 def test_a_report_of_failures_is_plain_data():

@@ -20,13 +20,13 @@ from fake_plugins import implementation, make_plugin
 from machines import PROFILES
 from typer.testing import CliRunner
 
-from mla_portable.capability.claims import compiled_for, uncovered, untested
+from mla_portable.capability.claims import proven_by_ci, uncovered, untested
 from mla_portable.capability.detail import offers_on
 from mla_portable.capability.matrix import Matrix, Proof, States, matrix_text, page, read_matrix
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles, parse_profile, profile_named, profile_of
 from mla_portable.capability.proofs import Results, proofs_of, results_of
-from mla_portable.capability.run import Case, Run, new_run, suite_of, write_run
+from mla_portable.capability.run import Case, Comparison, Run, new_run, suite_of, write_run
 from mla_portable.capability.suite import LIST, ListedSuite, TodaysSuite, suite_of_release, write_list
 from mla_portable.capability.table import COLUMNS, generated, make_matrix
 from mla_portable.cli.app import app
@@ -194,12 +194,33 @@ def test_a_limit_that_no_case_reaches_is_untested(more: dict[str, Any], limit: s
     assert [limit in line for line in found] == [True] * bool(limit), found
 
 
-def test_what_compiles_ahead_of_time_is_proven_by_ci() -> None:
-    found = compiled_for(Registry(environ={}, probe=False))
-    assert "sm86" in found["nvidia.native_sm80 / sparse_decode"] and "sm90" not in found["nvidia.native_sm80 / sparse_decode"]
-    assert {"gfx942", "cpu"} <= set(found["triton.portable / sparse_decode"])
-    assert found["reference.torch / merge_states"] == ["cpu"]
-    assert not any("flashmla" in name or name.startswith("iluvatar") for name in found)
+def test_ci_proves_what_is_in_its_list_alone(tmp_path: Path) -> None:
+    """A plugin of somebody else that declares a CPU, and another implementation in a plugin of this project, are not there."""
+    listed = proven_by_ci()
+    assert "sm86" in listed["nvidia.native_sm80 / sparse_decode"] and "sm90" not in listed["nvidia.native_sm80 / sparse_decode"]
+    assert {"gfx942", "cpu"} <= set(listed["triton.portable / sparse_decode"])
+    assert listed["reference.torch / merge_states"] == ["cpu"]
+    assert not any("flashmla" in name or name.startswith("iluvatar") for name in listed)
+    declared = Support(source="a test", device_types=("cuda", "cpu"), archs=("sm80", "cpu"))
+    mine = make_plugin(implementation("triton.mine", MERGE_STATES, declared))
+    acme = make_plugin(implementation("acme.v1", MERGE_STATES, declared))
+    plugins = [("triton", mine), ("acme", acme), ("reference", "mla_portable.reference")]
+    offered = Registry(plugins=plugins, environ={}, probe=False)
+    made = make_matrix(tmp_path, offered)
+    assert made.ci == {name: archs for name, archs in listed.items() if name.startswith("reference.torch")}
+    for device in ("cpu", "a100-80g"):
+        offers = offers_on(PROFILES[device], made, offered, lambda *_: None)
+        states = {each.implementation: each.state for each in offers if each.primitive == "merge_states"}
+        assert states["triton.mine"] == states["acme.v1"] == "not run"
+        assert device != "cpu" or states["reference.torch"] == "CI"
+
+
+def test_a_list_of_ci_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"ci\.json: cannot be read"):
+        proven_by_ci(tmp_path)
+    (tmp_path / "ci.json").write_text('{"triton.portable / sparse_decode": "sm80"}')
+    with pytest.raises(RecordError, match="valid array"):
+        proven_by_ci(tmp_path)
 
 
 # ---------------------------------------------------------------------- the list of a release
@@ -253,6 +274,23 @@ def test_the_page_answers_in_few_lines(matrix: Matrix) -> None:
     assert rows["| AMD Instinct MI300X (gfx942)"].count("triton.portable, CI") == len(COLUMNS)
     assert "iluvatar.flash_mla_sparse_v2, not run" in rows["| Iluvatar BI-V150 (ivcore11)"]
     assert rows["| Iluvatar TG-V200 (ivcore20)"].split(" | ")[1] == "a deciding fact is not published"
+
+
+def test_comparisons_that_failed_are_named_under_the_runs(tmp_path: Path, matrix: Matrix) -> None:
+    (line,) = (line for line in page(matrix).splitlines() if "12 of 12 of hyv4" in line)
+    assert line.startswith(f"- {NEWEST}, h200, vllm 0.30.0, other models: 12 of 12 of hyv4; `hyv4-triton-fp8-eager` against")
+    assert "glm53" not in line and "short 0.321" in line
+    assert sum(line.startswith("- 0.") for line in page(matrix).splitlines()) == 1
+    shutil.copytree(CAPABILITY / "profiles", tmp_path / "profiles")
+    compared = [
+        Comparison(engine="e 1", suite="s", name=name, passed=passed, text="0.5")
+        for name, passed in (("a-x", True), ("a-y", False), ("b", True), ("c", None))
+    ]
+    write_run(
+        tmp_path / "0.1.0" / "h200-2026-11-20-somebody.json.gz", ran(comparisons=[each.model_dump() for each in compared])
+    )
+    (run,) = make_matrix(tmp_path, ACME).runs
+    assert run.failed_comparisons == ("e 1, s: 1 of 2 of a; `a-y` 0.5",)
 
 
 def test_what_is_shown_is_what_would_run(matrix: Matrix) -> None:

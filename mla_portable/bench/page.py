@@ -86,8 +86,9 @@ def _engines(runs: Sequence[Run]) -> Iterator[str]:
     yield (
         "What a user waits for: the time to the first token, and of a decode step, of one GPU's share of DeepSeek-V3.2 "
         "with all its layers, stock beside the plugin ([how](dev/vllm-testing.md#one-rank-of-the-whole-model)). "
-        "A step of 16 x 128 tokens takes the host longer than the GPU, so its time differs between runs; its kernels do not. "
-        "GPU time of a layer is from other, profiled steps: at the GPU's power limit kernels take up to half as long again. "
+        "The engines run without torch.compile, unlike vLLM by default, so a step of 16 x 128 tokens takes the host longer "
+        "than the GPU, and its time differs between runs; its kernels do not. "
+        "GPU time of a layer is from other, profiled steps, and not shown where the GPU's clock differed between the engines. "
         "Repeat it on a GPU of 141 GB:"
     )
     first = "ci/gpu_vllm vllm-report-rank16 --rank --only rank16 --budget 320 --record h200.json.gz"

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims: what implementations declare, held against runs, against the suite and against what compiles ahead of time."""
+"""Claims: what implementations declare, held against runs and against the suite; and what continuous integration proves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
+from pydantic import TypeAdapter, ValidationError
+
+from mla_portable.capability.matrix import records_folder
+from mla_portable.capability.model import RecordError, validation_problems
 from mla_portable.capability.profiles import Profile
 from mla_portable.capability.proofs import Results
 from mla_portable.capability.run import name_of
@@ -15,12 +18,9 @@ from mla_portable.capability.suite import LEVELS, Suite
 from mla_portable.contracts import Implementation, Request
 from mla_portable.layouts import LAYOUTS
 from mla_portable.problems import cases_for
-from mla_portable.registry import Registry
 
-COMPILER: Final = "compile_all"
-"""A plugin whose kernels compile ahead of time has a module of this name: `TARGETS` lists its architectures, and
-`python -m <plugin>.compile_all [--quick] [ARCH ...]` compiles for them. Where some of its implementations bring kernels of
-others that it cannot compile, `IMPLEMENTATIONS` names the rest."""
+CI_LIST: Final = "ci.json"
+"""Of `capability/`, and of a wheel: what this project's continuous integration proves; `ci/proven.py` holds it against runs."""
 _FEATURES: Final = (
     "lse",
     "attn_sink",
@@ -33,33 +33,23 @@ _FEATURES: Final = (
 )
 
 
-def compiled_for(registry: Registry) -> dict[str, list[str]]:
+def proven_by_ci(folder: Path | None = None) -> dict[str, list[str]]:
     """ "implementation / primitive" -> architectures that continuous integration proves it for, which needs no device.
 
-    They are what its plugin compiles for ahead of time, and "cpu" where it runs there, as it is or in an interpreter.
+    They are those that its kernels compile for, and "cpu" where the conformance suite passes there, as it is or in an
+    interpreter. Of implementations that are not in the list nothing is known: a plugin of somebody else, or a new one.
+
+    Args:
+        folder: with the list; that of this project unless said otherwise.
+    Raises: RecordError.
     """
-    module_of = {entry: report.module for report in registry.plugin_reports for entry in report.implementations}
-    found: dict[str, list[str]] = {}
-    cpu = registry.facts("cpu")
-    for each in registry.implementations():
-        entry = f"{each.name} / {each.primitive}"
-        targets = _targets(module_of[entry], each.name, each.support.archs)
-        if not any(True for _ in each.support.device_reasons(cpu)):
-            targets = (*targets, "cpu")
-        if targets:
-            found[entry] = list(targets)
-    return dict(sorted(found.items()))
-
-
-def _targets(module: str, implementation: str, archs: tuple[str, ...] | None) -> tuple[str, ...]:
-    package = module.partition(":")[0]
-    if find_spec(package) is None or not hasattr(import_module(package), "__path__"):
-        return ()
-    name = f"{package}.{COMPILER}"
-    compiler = None if find_spec(name) is None else import_module(name)
-    if compiler is None or implementation not in getattr(compiler, "IMPLEMENTATIONS", (implementation,)):
-        return ()
-    return tuple(target for target in compiler.TARGETS if archs is None or target in archs)
+    path = (folder or records_folder()) / CI_LIST
+    try:
+        return TypeAdapter(dict[str, list[str]]).validate_json(path.read_bytes(), strict=True)
+    except OSError as error:
+        raise RecordError(str(path), f"cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise RecordError(str(path), "; ".join(validation_problems(error)[:8])) from error
 
 
 def uncovered(

@@ -84,7 +84,12 @@ class Device(Model):
 
 
 class RunLine(Model):
-    """A run, in short."""
+    """A run, in short.
+
+    Attributes:
+        failed_comparisons: of engines, by the first word of their names, which names the model or the job: how many failed, and
+            what the first of them found.
+    """
 
     file: Text
     release: Text
@@ -95,6 +100,7 @@ class RunLine(Model):
     failed: Count
     times: Count
     comparisons: str = ""
+    failed_comparisons: tuple[str, ...] = ()
     commit: str | None
     dirty: bool | None
     date: Text
@@ -106,7 +112,7 @@ class Matrix(Model):
 
     Attributes:
         plugins: (name, distribution, version) of those that are described. implementations: (name, primitive) of all that they
-            offer. layouts: all names. columns: headings. ci: as from `claims.compiled_for`.
+            offer. layouts: all names. columns: headings. ci: of `claims.proven_by_ci`, what is offered.
     """
 
     plugins: tuple[tuple[str, str, str], ...]
@@ -219,8 +225,8 @@ _WORDS: Final = {
     "verified in R": "every case of the conformance suite of release R passed on that device, at level quick or full",
     "run in part in R": "all cases that ran passed; some of that release's suite did not run",
     "its SM80 code ran on an H200": "the suite passed with the code for that architecture, which a newer GPU's driver compiled",
-    CI: "proven without the device, in every run of continuous integration: every kernel compiles for the architecture and "
-    "fits it, and the suite passes on a CPU",
+    CI: "on the list (`ci.json`) of what this project's continuous integration proves without the device: each of its kernels "
+    "compiles for the architecture and fits it; Triton's kernels, in its interpreter, and plain torch pass the suite on a CPU",
     NOT_RUN: "declared by its plugin",
     UNPUBLISHED: "such as how much shared memory there is, so that nobody can say what would run",
 }
@@ -232,6 +238,8 @@ def page(matrix: Matrix) -> str:
     lines += _rows(("device", *matrix.columns), ((f"{d.name} ({d.arch})", *(c.text for c in d.cells)) for d in matrix.devices))
     lines += ["", "## Words", "", *(f"- **{word}**: {meaning}" for word, meaning in _WORDS.items())]
     lines += ["", "## Runs", "", *_rows(_RUN_HEADINGS, map(_run_words, matrix.runs)), "", f"{_counted(matrix.runs)}."]
+    failed = [f"- {run.release}, {run.device}, {words}" for run in matrix.runs for words in run.failed_comparisons]
+    lines += ["", "Comparisons of engines that failed:", "", *failed] if failed else []
     return "\n".join(lines) + "\n"
 
 

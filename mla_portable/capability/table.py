@@ -6,11 +6,11 @@ It follows from runs, profiles, declarations and measured costs; `mla-portable m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from mla_portable.capability.claims import compiled_for
+from mla_portable.capability.claims import proven_by_ci
 from mla_portable.capability.matrix import (
     DATA,
     NOT_RUN,
@@ -28,7 +28,7 @@ from mla_portable.capability.matrix import (
 )
 from mla_portable.capability.profiles import Profile, all_profiles, profile_of
 from mla_portable.capability.proofs import proofs_of, results_of
-from mla_portable.capability.run import SUFFIX, Run, runs_in
+from mla_portable.capability.run import SUFFIX, Comparison, Run, runs_in
 from mla_portable.capability.suite import TodaysSuite, suite_of_release
 from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.primitives import (
@@ -108,11 +108,24 @@ def _run_line(file: str, run: Run, profiles: Mapping[str, Profile]) -> RunLine:
         failed=len(run.cases) - passed,
         times=len(run.times),
         comparisons=agreed,
+        failed_comparisons=tuple(_failed(judged)),
         commit=run.commit,
         dirty=None if run.dirty is None else bool(run.dirty),
         date=run.date,
         who=run.who,
     )
+
+
+def _failed(judged: Sequence[Comparison]) -> Iterator[str]:
+    """For each engine, suite and first word of a name with a comparison that failed: how many, and what the first one found."""
+    groups: dict[tuple[str, str, str], list[Comparison]] = {}
+    for each in judged:
+        groups.setdefault((each.engine, each.suite, each.name.partition("-")[0]), []).append(each)
+    for (engine, suite, name), of_group in groups.items():
+        failed = [each for each in of_group if not each.passed]
+        if failed:
+            first = f"`{failed[0].name}` {failed[0].text}"
+            yield f"{engine}, {suite}: {len(failed)} of {len(of_group)} of {name}; {first}"
 
 
 def make_matrix(folder: Path, registry: Registry | None = None) -> Matrix:
@@ -122,9 +135,9 @@ def make_matrix(folder: Path, registry: Registry | None = None) -> Matrix:
     has_runs = any(folder.glob(f"*/*{SUFFIX}")) or not (folder / DATA).is_file()
     known = None if has_runs else read_matrix(folder)
     runs, proofs = (known.runs, known.proofs) if known else read_runs(folder, registry, profiles)
-    ci = compiled_for(registry)
     devices = sorted((each for each in profiles.values() if each.device_type != "cpu"), key=_order)
     offered = sorted({(each.name, str(each.primitive)) for each in registry.implementations()})
+    ci = {entry: archs for entry, archs in proven_by_ci().items() if tuple(entry.split(" / ")) in offered}
     return Matrix(
         plugins=tuple(sorted((each.name, each.distribution, each.version) for each in registry.plugin_reports)),
         implementations=tuple(offered),

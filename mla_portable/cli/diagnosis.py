@@ -18,6 +18,8 @@ from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPo
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
 from mla_portable.registry.faults import first_line
 
+_PORTABLE: Final = 50.0
+"""The declared cost of portable kernels (`Implementation.preference`); those of a vendor declare less."""
 PACKAGES: Final = ("torch", "triton", "vllm", "sglang", "numpy", "pluggy")
 
 
@@ -135,6 +137,7 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
     )
     problems += [*_forced_plugins(registry, rules), *_slow_launches(device)]
     problems += _defects(examined, rules, choices)
+    problems += _claims_of_everything(registry)
     devices = ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each)))
     return Diagnosis(
         versions=(("mla_portable", __version__), ("python", platform.python_version()), *map(_version, PACKAGES)),
@@ -254,6 +257,19 @@ def _forced_plugins(registry: Registry, rules: tuple[tuple[str, str, str], ...])
         if report is not None:
             what = f"{control} names {target}, whose plugin {report.trouble}"
             yield Problem(what, f"fix the plugin, or drop {control}", fatal=True)
+
+
+def _claims_of_everything(registry: Registry) -> Iterator[Problem]:
+    """Vendors' kernels whose declarations name neither a vendor nor an architecture of a device type that vendors share."""
+    claims: dict[str, list[str]] = {}
+    for each in registry.implementations():
+        shared = each.support.device_types is None or "cuda" in each.support.device_types
+        if each.preference < _PORTABLE and shared and each.support.vendors is None and each.support.archs is None:
+            claims.setdefault(each.name, []).append(str(each.primitive))
+    for name, primitives in claims.items():
+        where = "it is a candidate on every vendor's devices, before portable kernels"
+        what = f"{name} ({', '.join(primitives)}) names no vendor: {where}"
+        yield Problem(what, 'in a plugin of your own, declare `vendors=("...",)`, as its detector reports it')
 
 
 def _defects(

@@ -12,14 +12,16 @@ import operator
 import re
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from compiling import EVERY_DEVICE
+from engine_kernels import load_file
 from kept_images import kept_image, kept_listing
 from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
-from mla_portable.capability.claims import compiled_for
+from mla_portable.capability.claims import proven_by_ci
 from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all, native
@@ -201,25 +203,16 @@ def test_what_is_listed_is_every_kernel_of_these_implementations_alone(capsys, m
     assert code == 1 and [(line["arch"], line["label"]) for line in listed] == [(arch, build.label) for arch, build in expected]
     assert [line["shared"] for line in listed] == [build.shared_bytes for _, build in expected]
     assert len({(line["arch"], line["label"]) for line in listed}) == len(listed)
-    kernels = {
-        (name, primitive): ({"sparse_decode_fp8", "sparse_decode_bf16", "sparse_decode_wide"}, ("sm90",))
-        for name in ("nvidia.native", "nvidia.native_wide")
-        for primitive in ("sparse_decode", "sparse_prefill")
-    } | {("nvidia.native", "topk_select"): ({"topk_select"}, compile_all.TARGETS)}
-    older = {"sparse_decode_sm80", "merge_splits"}, tuple(arch for arch in compile_all.TARGETS if arch != "sm90")
-    kernels |= {("nvidia.native_sm80", primitive): older for primitive in ("sparse_decode", "sparse_prefill")}
-    kernels |= {("nvidia.native", "pack_selection"): ({"pack_selection"}, compile_all.TARGETS)}
-    kernels |= {("nvidia.native", "masked_prefill"): ({"masked_prefill"}, ("sm90",))}
-    kernels |= {("nvidia.native_union", "sparse_prefill"): ({"sparse_decode_wide", "union_rows"}, ("sm90",))}
-    scores = {build.kernel for build in INDEXER}
-    kernels |= {
-        ("nvidia.native", "indexer_logits"): (scores, ("sm90",)),
-        ("nvidia.native", "indexer_select"): (scores | {"topk_select"}, ("sm90",)),
-    }
-    claimed = compiled_for(Registry(plugins=[("nvidia", MODULE)], environ={}, probe=False))
-    assert claimed == {" / ".join(claim): list(archs) for claim, (_, archs) in kernels.items()}
+    # what that proves, each build compiling, is what the list of continuous integration has: the matrix says "CI" of it
+    offered = Registry(plugins=[("nvidia", MODULE)], environ={}, probe=False).implementations()
+    proven = load_file("proven", str(Path(__file__).parents[2] / "ci" / "proven.py"))
+    ran = proven.of_compilation([line | {"error": ""} for line in listed], offered)
+    assert proven.problems(proven_by_ci(), ran) == [] and ran.keys() == compile_all.KERNELS.keys()
+    assert {name for name in proven_by_ci() if name.startswith("nvidia.")} == ran.keys()
     compiled = {(line["kernel"], line["arch"]) for line in listed}
-    assert {(kernel, arch) for names, archs in kernels.values() for kernel in names for arch in archs} == compiled
+    assert compiled == {
+        (kernel, arch) for entry in ran for kernel in compile_all.KERNELS[entry] for arch in proven_by_ci()[entry]
+    }
 
 
 def ends(builds):

@@ -23,30 +23,30 @@ from pathlib import Path
 from typing import Any, Final
 
 from mla_portable_nvidia.native import sparse_decode_sm80
-from mla_portable_nvidia.native.bind import native_implementations
-from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
 from mla_portable_nvidia.native.build import BLOCK_RESERVE, SM_SHARED_MEMORY, KernelBuild, compile_build
 from mla_portable_nvidia.native.choice import BUILDS
-from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations
+from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL
 from mla_portable_nvidia.native.masked_prefill import BUILDS as MASKED_PREFILL
-from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementations
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
 from mla_portable_nvidia.native.pack_selection import BUILD as PACK_SELECTION
-from mla_portable_nvidia.native.pack_selection import pack_implementations
-from mla_portable_nvidia.native.sparse_prefill_union import ATTENDING, UNIONS, union_implementations
-from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, topk_implementations
+from mla_portable_nvidia.native.sparse_prefill_union import ATTENDING, UNIONS
+from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS
 
-_OFFERED: Final = (
-    *native_implementations(),
-    *union_implementations(),
-    *sm80_implementations(),
-    *topk_implementations(),
-    *indexer_implementations(),
-    *pack_implementations(),
-    *masked_prefill_implementations(),
-)
-IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in _OFFERED))
-"""FlashMLA's and vLLM's kernels come as machine code."""
+_WIDE: Final = ("sparse_decode_fp8", "sparse_decode_bf16", "sparse_decode_wide")
+_SM80: Final = ("sparse_decode_sm80", "merge_splits")
+_SCORES: Final = ("indexer_logits_decode", "indexer_logits_prefill")
+KERNELS: Final[dict[str, tuple[str, ...]]] = {
+    **{f"nvidia.{name} / sparse_{kind}": _WIDE for name in ("native", "native_wide") for kind in ("decode", "prefill")},
+    **{f"nvidia.native_sm80 / sparse_{kind}": _SM80 for kind in ("decode", "prefill")},
+    "nvidia.native_union / sparse_prefill": ("sparse_decode_wide", "union_rows"),
+    "nvidia.native / topk_select": ("topk_select",),
+    "nvidia.native / indexer_logits": _SCORES,
+    "nvidia.native / indexer_select": (*_SCORES, "topk_select"),
+    "nvidia.native / pack_selection": ("pack_selection",),
+    "nvidia.native / masked_prefill": ("masked_prefill",),
+}
+"""What `ci/proven.py` reads: "implementation / primitive" -> the kernels that it launches. FlashMLA's and vLLM's kernels come
+as machine code and are not here."""
 SHARED_MEMORY: Final = {arch: size - BLOCK_RESERVE for arch, size in SM_SHARED_MEMORY.items() if arch != "sm103"}
 """DeviceFacts.arch -> bytes one thread block may use. Code for sm100 runs on sm103."""
 TARGETS: Final = tuple(sorted(SHARED_MEMORY, key=lambda arch: int(arch[2:])))

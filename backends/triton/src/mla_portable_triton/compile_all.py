@@ -27,6 +27,26 @@ from mla_portable_triton.tile_rows import SHARED_MEMORY
 
 E4M3_NATIVE_ARCHS: Final = ("sm89", "sm90", "sm100", "sm120", "gfx950")
 """Where DeviceFacts.has_fp8_conversion is true, so that kernels run with E4M3_NATIVE."""
+_ATTENTION: Final = ("sparse_attention_kernel", "sparse_attention_fp8_kernel")
+_TOPK: Final = ("guess_kernel", "count_kernel", "compact_kernel", "select_kernel")
+KERNELS: Final[dict[str, tuple[str, ...]]] = {
+    "triton.portable / cache_write": ("cache_write_kernel",),
+    "triton.portable / concat_mla_k": ("concat_mla_k_kernel",),
+    "triton.portable / convert_indices": ("convert_indices_kernel",),
+    "triton.portable / gather_upconvert": ("gather_upconvert_kernel",),
+    "triton.portable / indexer_cache_write": ("index_write_kernel",),
+    "triton.portable / indexer_logits": ("decode_kernel", "prefill_kernel"),
+    "triton.portable / indexer_logits_ragged": ("ragged_kernel",),
+    "triton.portable / indexer_select": ("decode_kernel", "prefill_kernel", *_TOPK, "chosen_scores_kernel"),
+    "triton.portable / masked_prefill": ("masked_prefill_kernel",),
+    "triton.portable / merge_states": ("merge_states_kernel",),
+    "triton.portable / pack_selection": ("pack_selection_kernel",),
+    "triton.portable / quantize_per_tensor": ("partial_amax_kernel", "quantize_kernel"),
+    "triton.portable / sparse_decode": (*_ATTENTION, "merge_states_kernel"),
+    "triton.portable / sparse_prefill": _ATTENTION,
+    "triton.portable / topk_select": _TOPK,
+}
+"""What `ci/proven.py` reads: "implementation / primitive" -> the kernels that it launches."""
 
 
 def kernel_modules() -> list[ModuleType]:
