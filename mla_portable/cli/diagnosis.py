@@ -17,6 +17,7 @@ from mla_portable.accelerator import device_names
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
 from mla_portable.registry.faults import first_line
+from mla_portable.registry.tuned import TABLE_REMEDY
 
 PACKAGES: Final = ("torch", "triton", "vllm", "sglang", "numpy", "pluggy")
 
@@ -134,6 +135,8 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         for d in decisions
     )
     problems += [*_forced_plugins(registry, rules), *_slow_launches(device)]
+    if registry.tuned_problem:
+        problems.append(Problem(registry.tuned_problem, TABLE_REMEDY))
     problems += _defects(examined, rules, choices)
     devices = ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each)))
     return Diagnosis(
