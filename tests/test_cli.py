@@ -161,7 +161,7 @@ def test_a_width_of_0_is_no_width(words):
     assert len(done.stdout) > 200
 
 
-@pytest.mark.parametrize("out", ["/proc/nope/tuned.json", "{tmp}/file/tuned.json", "{tmp}"])
+@pytest.mark.parametrize("out", ["/proc/nope/tuned.json", "{tmp}/file/tuned.json", "{tmp}", "/proc/self/comm", "/dev/null"])
 def test_an_unwritable_table_is_refused_before_the_work(tmp_path, monkeypatch, out):
     (tmp_path / "file").write_text("a file, no folder")
     monkeypatch.setattr("mla_portable.bench.tune.tune", lambda *args, **options: pytest.fail("it was tuned first"))

@@ -145,6 +145,18 @@ def test_doctor_shows_the_policy_and_where_it_comes_from(tmp_path):
     assert "MLA_PORTABLE_BACKEND" in invoke("doctor", registry=registry).stdout
 
 
+@pytest.mark.parametrize("variable", ["MLA_PORTABLE_TUNED", "XDG_CONFIG_HOME"])
+def test_doctor_reports_a_tuning_table_that_is_ignored(tmp_path, variable):
+    table = tmp_path / "mla-portable" / "tuned.json"
+    table.parent.mkdir()
+    table.write_text('{"schema": 1, "entr')
+    registry = registry_with(environ={variable: str(table if variable == "MLA_PORTABLE_TUNED" else tmp_path)})
+    answer = document("doctor", registry=registry)
+    (problem,) = answer["problems"]
+    assert answer["ok"] and not problem["fatal"] and not problem["broken"]
+    assert f"the tuning table {table} is ignored" in problem["what"] and "mla-portable tune" in problem["remedy"]
+
+
 def test_doctor_leaves_alone_what_is_disabled():
     def never(device: object) -> object:
         raise AssertionError("it was checked")

@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +52,45 @@ def test_a_worker_that_dies_is_the_error_of_its_case_alone(capfd):
     assert {result.message.split()[1] for index, result in enumerate(results) if index in process} == {"1"}
     printed = capfd.readouterr()
     assert "worker prints" in printed.err and not printed.out
+
+
+def stays(case, device):
+    """In a worker: tells which process it is, and is busy for longer than the test lasts."""
+    sys.stderr.write(f"busy {os.getpid()}\n")
+    time.sleep(120)
+    return CaseResult(case, "passed", {}, {}, "", 0.0)
+
+
+PARENT = """
+import torch
+from mla_portable.conformance.parallel import run_in_processes
+from test_conformance_jobs import CASES, stays
+
+if __name__ == "__main__":
+    run_in_processes(stays, CASES, torch.device("cpu"), jobs=2)
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL], ids=lambda by: by.name)
+def test_no_worker_outlives_the_process_that_started_it(by):
+    """Schedulers signal that process alone. All of its processes hold its stderr, which ends when the last of them does."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    options = {"stderr": subprocess.PIPE, "text": True, "env": environment}
+    workers = []
+    with subprocess.Popen([sys.executable, "-c", PARENT], **options) as parent:
+        try:
+            while len(workers) < 2:
+                line = parent.stderr.readline()
+                assert line, "it ended before its workers had work"
+                workers += [int(line.split()[1])] if line.startswith("busy ") else []
+            parent.send_signal(by)
+            parent.communicate(timeout=30)
+        finally:
+            for each in workers:
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            parent.kill()
+    assert parent.returncode == -by
 
 
 def test_no_case_needs_no_process():

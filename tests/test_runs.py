@@ -108,7 +108,7 @@ def test_a_write_that_is_interrupted_loses_nothing(tmp_path: Path, monkeypatch: 
     def interrupted(file: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run.os, "fsync", interrupted)
+    monkeypatch.setattr("os.fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.write_run(path, made())
     assert read_run(path) == both() and [each.name for each in tmp_path.iterdir()] == ["run.json.gz"]

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -185,24 +188,32 @@ WORDS = dict.fromkeys(TunedEntry.__slots__, "x")
         json.dumps({"schema": 1, "entries": [{**WORDS, "configuration": {}, "heads": [16]}]}),
         "[" * 100_000,
         " " * (1 << 20) + "{}",
+        "",
+        '{"schema": 1, "entr',
     ],
-    ids=range(8),
+    ids=range(10),
 )
-def test_a_file_that_is_no_table_is_an_error_at_every_choice(tmp_path, text):
-    """Whether it is named or at the default path; the kernel is not to blame and stays the registry's choice."""
+def test_a_file_that_is_no_table_is_ignored_and_said_once(tmp_path, caplog, text):
+    """Whether it is named or at the default path: a table makes kernels faster, and no process fails for want of one."""
     path = tmp_path / "mla-portable" / "tuned.json"
     path.parent.mkdir()
-    path.write_text(text)
     for environ in ({"MLA_PORTABLE_TUNED": str(path)}, {"XDG_CONFIG_HOME": str(tmp_path)}):
-        registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ=environ)
+        path.write_text(text)
+        caplog.clear()
+        plugin = Plugin()
+        registry = Registry(plugins=[("acme", plugin)], facts={"cpu": CPU}, environ=environ)
         asked = request(device=CPU)
-        for ask in (registry.decide, registry.bind, lambda _, found=registry: found.policy):
-            with pytest.raises(InvalidArgument, match=r"tuned\.json.*Delete the file"):
-                ask(asked)
+        for _ in range(2):
+            registry.reload_policy()
+            assert registry.decide(asked).chosen == NAME and registry.policy is not None
+            registry.bind(asked)
+        assert plugin.bound_with == [CONFIGURATIONS[0]] * 2
+        (said,) = (record for record in caplog.records if "tuning table" in record.getMessage())
+        assert said.levelname == "WARNING" and str(path) in said.getMessage() and "delete the file" in said.getMessage()
+        assert registry.tuned_problem in said.getMessage() and registry.tuned_problem
         path.unlink()
         registry.reload_policy()
-        assert registry.decide(asked).chosen == NAME
-        path.write_text(text)
+        assert registry.tuned_problem == ""
 
 
 def unreadable(tmp_path: Path) -> dict[str, dict[str, str]]:
@@ -231,17 +242,80 @@ def test_a_default_table_that_cannot_be_read_is_no_table(tmp_path, caplog):
         assert plugin.bound_with[-1] == CONFIGURATIONS[0]
 
 
-def test_a_named_table_that_cannot_be_read_is_an_error(tmp_path, caplog):
+def test_a_named_table_that_cannot_be_read_is_ignored_and_said(tmp_path, caplog):
     paths = [tmp_path, tmp_path / "file" / "tuned.json"]
     paths[1].parent.write_text("")
     for path in paths:
+        caplog.clear()
         registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ={"MLA_PORTABLE_TUNED": str(path)})
-        with pytest.raises(InvalidArgument, match="expected a file that can be read"):
-            registry.decide(request(device=CPU))
+        assert registry.decide(request(device=CPU)).chosen == NAME
+        assert f"the tuning table {path} is ignored" in caplog.text and str(path) in registry.tuned_problem
     missing = {"MLA_PORTABLE_TUNED": str(tmp_path / "new.json")}
     registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ=missing)
     assert registry.decide(request(device=CPU)).chosen == NAME, "tune is going to write it"
-    assert "does not exist" in caplog.text
+    assert "does not exist" in caplog.text and registry.tuned_problem == ""
+
+
+def test_a_write_that_is_interrupted_leaves_the_table_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "tuned.json"
+    write_table(path, [entry()])
+
+    def interrupted(file: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_table(path, [entry(heads=64)])
+    assert read_table(path) == (entry(),)
+    assert {each.name for each in tmp_path.iterdir()} == {"tuned.json", "tuned.json.lock"}
+
+
+WRITER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from mla_portable.registry.tuned import TunedEntry, write_table
+path, first = Path(sys.argv[1]), int(sys.argv[2])
+entry = TunedEntry("a device", "acme.v1", "sparse_decode", "bf16", 0, {"block_n": 32}, {"1": 2.0}, "now")
+print("ready", flush=True)
+sys.stdin.readline()
+for heads in range(first, first + 20):
+    write_table(path, [replace(entry, heads=heads)])
+"""
+
+
+def test_processes_that_tune_at_once_keep_the_entries_of_all(tmp_path):
+    path = tmp_path / "tuned.json"
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(20 * k)], **options) for k in range(2)]
+    for each in writers:
+        assert each.stdout is not None and each.stdout.readline() == "ready\n"
+    for each in writers:
+        assert each.stdin is not None
+        each.stdin.write("\n")
+        each.stdin.flush()
+    while any(each.poll() is None for each in writers):
+        assert all(type(each.heads) is int for each in read_table(path)), "whoever reads meanwhile sees a whole table"
+    assert [each.wait() for each in writers] == [0, 0]
+    assert {each.heads for each in read_table(path)} == set(range(40))
+
+
+def test_a_file_system_without_locks_is_written_to_and_said(tmp_path, monkeypatch, caplog):
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    write_table(tmp_path / "tuned.json", [entry()])
+    assert read_table(tmp_path / "tuned.json") == (entry(),) and "No locks available" in caplog.text
+
+
+def test_what_a_link_leads_to_is_written(tmp_path):
+    path, target = tmp_path / "tuned.json", tmp_path / "kept" / "tuned.json"
+    target.parent.mkdir()
+    target.write_text('{"schema": 1, "entries": []}')
+    path.symlink_to(target)
+    write_table(path, [entry()])
+    assert path.is_symlink() and read_table(target) == (entry(),)
 
 
 def test_a_configuration_that_the_implementation_refuses_names_the_file(tmp_path):
@@ -301,5 +375,17 @@ def test_the_command_as_json_and_its_exit_codes(monkeypatch, tmp_path):
     text = command(monkeypatch, path, "--out", str(other), plugin=Plugin(CONFIGURATIONS[2:3]), code=1)
     assert "WRONG  acme.v1 / sparse_decode bf16 2 delay=0 wrong=1" in text and not other.exists()
     assert "no tunable kernel supports this device" in command(monkeypatch, path, plugin=Plugin(max_heads=1), code=1)
-    path.write_text("{")
-    command(monkeypatch, path, code=2)
+    command(monkeypatch, tmp_path, code=2)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"schema": 2, "entries": []}'])
+def test_the_command_writes_a_fresh_table_in_the_place_of_a_file_that_is_none(monkeypatch, tmp_path, text):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    monkeypatch.setenv("MLA_PORTABLE_TUNED", str(path))
+    with serving(registry_with(("acme", Plugin()), probe=False)):
+        done = CliRunner().invoke(app, ["tune", "--device", "cpu", "--heads", "2", "--rows", "1", "--repeat", "2"])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    assert [each.configuration for each in read_table(path)] == [CONFIGURATIONS[1]]
+    assert "was no table: a fresh one was written" in done.stderr.replace("\n", " ")
+    assert (tmp_path / "tuned.json.damaged").read_text() == text, "entries that someone wrote by hand are not lost"

@@ -10,10 +10,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import re
 import stat
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from datetime import date
@@ -23,6 +21,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import AfterValidator, Field, ValidationError
 
 from mla_portable.capability.model import Model, Positive, RecordError, Text, validation_problems
+from mla_portable.contracts.whole_files import replace_file
 
 SUFFIX: Final = ".json.gz"
 MAX_BYTES: Final = 16 << 20
@@ -273,17 +272,7 @@ def write_run(path: Path, run: Run) -> None:
     packed = gzip.compress(run_text(run).encode(), 9, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            made = Path(file.name)
-            try:
-                file.write(packed)
-                file.flush()
-                os.fsync(file.fileno())
-                made.chmod(0o644)
-                made.replace(path)
-            except BaseException:
-                made.unlink(missing_ok=True)
-                raise
+        replace_file(path, packed)
     except OSError as error:
         raise RecordError(str(path), f"cannot be written: {error.strerror}") from error
 

@@ -17,6 +17,7 @@ from mla_portable.accelerator import device_names
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
 from mla_portable.registry.faults import first_line
+from mla_portable.registry.tuned import TABLE_REMEDY
 
 _PORTABLE: Final = 50.0
 """The declared cost of portable kernels (`Implementation.preference`); those of a vendor declare less."""
@@ -136,6 +137,8 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         for d in decisions
     )
     problems += [*_forced_plugins(registry, rules), *_slow_launches(device)]
+    if registry.tuned_problem:
+        problems.append(Problem(registry.tuned_problem, TABLE_REMEDY))
     problems += _defects(examined, rules, choices)
     problems += _claims_of_everything(registry)
     devices = ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each)))

@@ -205,14 +205,13 @@ def tune(
         from mla_portable.dispatch import current_registry
         from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
         from mla_portable.problems.bench import kernel_cases
-        from mla_portable.registry.tuned import read_table, table_path, write_table
+        from mla_portable.registry.tuned import table_path, write_table
 
         path = out or table_path()
         if path is None:
             expected = "a file to write to, for neither XDG_CONFIG_HOME nor HOME is set"
             raise InvalidArgument("tune", "out", got="none", expected=expected)
         check_writable(path, param_hint="--out")
-        read_table(path)  # what is no table is refused before the work, too
         registry = current_registry()
         brought = registry.tunables()
         for name, why in brought.failures:
@@ -242,7 +241,9 @@ def tune(
             )
         entries = [entry for entry in (result.entry() for result in results) if entry is not None]
         if entries:
-            write_table(path, entries)
+            damaged = write_table(path, entries)
+            if damaged is not None:
+                output.note(f"{path} was no table: a fresh one was written, what it held is in {damaged}")
             output.note(f"{len(entries)} entries written to {path}")
         ok = bool(results) and len(entries) == len(results)
         if as_json:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from pathlib import Path
@@ -146,11 +148,14 @@ def profile_by_name(name: str, records: Path | None, *, param_hint: str, others:
 def check_writable(path: Path, *, param_hint: str) -> None:
     """Refuse a file that cannot be written, before the work whose result goes there. Its folder is made.
 
+    A regular file is replaced by one that is written beside it, so its folder has to be writable, too.
     Raises: typer.BadParameter.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("r+") if path.exists() else TemporaryFile(dir=path.parent):
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "not a regular file")
+        with path.open("r+") if path.exists() else nullcontext(), TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         why = f"{type(error).__name__}: {error.strerror}"

@@ -2,13 +2,14 @@
 """Run cases in several processes on one device: compiling kernels and the float64 oracle keep the CPU busy, not the device.
 
 A worker is given blocks of neighbouring cases, which tend to share a kernel. Whatever ends a worker is the error of the case
-that it ran, and of no other: a fresh worker goes on.
+that it ran, and of no other: a fresh worker goes on. A worker ends with the process that started it, however that ends.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -44,7 +45,7 @@ def run_in_processes(
     with ExitStack() as workers:
 
         def start() -> ProcessPoolExecutor:
-            return workers.enter_context(ProcessPoolExecutor(1, mp_context=spawn, initializer=_quieten))
+            return workers.enter_context(ProcessPoolExecutor(1, mp_context=spawn, initializer=_start_worker))
 
         def occupy(worker: ProcessPoolExecutor, block: deque[int]) -> None:
             """Give a worker the next case of its block, or of another when that is done."""
@@ -76,9 +77,18 @@ def run_in_processes(
     return [results[index] for index in range(len(cases))]
 
 
-def _quieten() -> None:
+def _start_worker() -> None:
     """What a worker prints goes to stderr: stdout is for the results of the process that started it."""
     os.dup2(2, 1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A signal that ends the parent alone tells its workers nothing: they would wait for work, and keep the device's memory."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker was started by another process"
+    parent.join()
+    os._exit(1)  # whatever the main thread does: nobody is left to take its result
 
 
 def _run_alone(run: RunOne, case: Case, device: torch.device) -> CaseResult:

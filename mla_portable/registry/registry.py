@@ -46,7 +46,7 @@ from mla_portable.registry.policy import ARGUMENT, KnownNames, Policy, Rule, act
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
 from mla_portable.registry.settings import check_variables, set_variables
-from mla_portable.registry.tuned import TunedConfigurations
+from mla_portable.registry.tuned import TABLE_REMEDY, TunedConfigurations
 
 CACHE_LIMIT: Final = 4096
 """Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
@@ -168,7 +168,8 @@ class Registry:
     def reload_policy(self) -> None:
         """Read environment, policy file and tuning table again. What is bound already and probes' results stay as they are.
 
-        A plugin that was disabled when the registry was built stays out: it takes a new process to import it.
+        A plugin that was disabled when the registry was built stays out: it takes a new process to import it. A table that
+        cannot be used is ignored, which is logged once and is `tuned_problem`.
         Raises: InvalidArgument or UnknownBackend; the old policy and table stay in force then.
         """
         environ = os.environ if self._environ is None else self._environ
@@ -176,6 +177,8 @@ class Registry:
         policy = Policy.read(environ) if self._given_policy is None else self._given_policy
         check_names(policy, self._known)
         tuned = TunedConfigurations.read(environ)
+        if tuned.problem and tuned.problem != self._tuned.problem:
+            logger.warning("%s; %s", tuned.problem, TABLE_REMEDY)
         self._machine.limit = plugin_timeout(environ)
         with self._lock:
             self._policy, self._tuned, self._policy_error = policy, tuned, None
@@ -183,6 +186,11 @@ class Registry:
             self._selected.clear()
             self._bound.clear()
             self.served.clear()
+
+    @property
+    def tuned_problem(self) -> str:
+        """Why the user's tuning table is ignored, "" where it is not."""
+        return self._tuned.problem
 
     @property
     def environment(self) -> tuple[tuple[str, str], ...]:

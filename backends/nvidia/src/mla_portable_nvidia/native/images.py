@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from mla_portable.contracts.whole_files import UNFINISHED, replace_file
 from mla_portable_nvidia.native.nvrtc import compile_cubin, nvrtc_identity
 
 __all__ = ["VARIABLE", "compile_kept", "folder"]
@@ -78,21 +78,14 @@ def _write(path: Path, image: bytes) -> None:
     """Keep an image, where that is possible."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(image).digest() + image)
-            Path(name).replace(path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            return
+        replace_file(path, _MAGIC + hashlib.sha256(image).digest() + image)
         _prune(path.parent)
 
 
 def _prune(where: Path) -> None:
     """Remove the oldest files but for _KEPT, and with them what a process that was ended has left."""
     aged: list[tuple[int, Path]] = []
-    for path in (*where.glob("*.image"), *where.glob("*.part")):
+    for path in (*where.glob("*.image"), *where.glob(f"*{UNFINISHED}")):
         with contextlib.suppress(FileNotFoundError):  # another process prunes, too
             aged.append((path.stat().st_mtime_ns, path))
     for _, path in sorted(aged, reverse=True)[_KEPT:]:
