@@ -32,7 +32,7 @@ from mla_portable.contracts import WORKSPACE_ROUTES, InvalidArgument, Request, S
 from mla_portable.contracts.values import check_type, describe, device_of, refuse
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import CACHE_WRITE, CacheWrite
-from mla_portable.registry import Registry, get_registry
+from mla_portable.registry import Registry
 
 PLANNED_AS_SPECIFIED: Final = tuple(
     sorted({field.name for field in fields(AttentionSpec)} & {field.name for field in fields(PlannerConfig)} - {"route"})
@@ -83,15 +83,12 @@ class SparseMLAAttention:
             refuse("SparseMLAAttention", "spec.extra_topk", spec.extra_topk, "0: a layer has one cache", remedy)
         self.spec, self._layout = spec, spec.layout
         self.device = device_of("SparseMLAAttention", device)
-        if registry is not None:
-            check_type("SparseMLAAttention", "registry", registry, Registry, "a Registry, or None for the process's own")
         if buffers is not None:
             check_type("SparseMLAAttention", "buffers", buffers, StepBuffers, "another layer's `buffers`, or None")
         if join_query is not None and not callable(join_query):
             refuse("SparseMLAAttention", "join_query", describe(join_query), "a function of three tensors, or None")
-        registry = get_registry() if registry is None else registry
-        self.facts = registry.facts(self.device)
         layer_registry = LayerRegistry(registry, backend)
+        self.facts = layer_registry.facts(self.device)
         self.route_decision: RouteDecision = choose_route(spec, self.facts, layer_registry)
         verdict = self.route_decision.verdict  # raises where there is none
         self.route = verdict.route

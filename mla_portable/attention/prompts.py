@@ -35,7 +35,7 @@ from mla_portable.primitives import (
     MERGE_STATES,
     PACK_SELECTION,
 )
-from mla_portable.registry import Registry, get_registry
+from mla_portable.registry import Registry
 
 Project = Callable[[Tensor], Tensor]
 """The up-projection, `kv_b_proj` of a model: latent [N, 512] bf16 -> [N, H * (P + V)] bf16, for each head its P columns of the
@@ -133,9 +133,8 @@ class PromptAttention:
         check_count(_CLASS, "key_rows", rows, spec.max_num_tokens, INT32_MAX)
         self.spec, self.head_dims, self.key_rows = spec, head_dims, rows
         self.device = device_of(_CLASS, device)
-        registry = get_registry() if registry is None else registry
-        facts, layers = registry.facts(self.device), LayerRegistry(registry, backend)
-        named = prompt_requests(spec, head_dims, facts)
+        layers = LayerRegistry(registry, backend, where=_CLASS)
+        named = prompt_requests(spec, head_dims, layers.facts(self.device))
         attend, gather, pack, merge = (named[each] for each in ("dense", "gather", "pack", "merge"))
         self.decisions: dict[str, Decision] = {name: layers.decide(request) for name, request in named.items()}
         self._attention = {

@@ -40,7 +40,7 @@ from mla_portable.contracts.values import check_type, describe, device_of, refus
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparsePrefill
 from mla_portable.primitives.sparse_decode import check as check_decode
 from mla_portable.primitives.sparse_prefill import check as check_prefill
-from mla_portable.registry import Registry, get_registry
+from mla_portable.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,10 +112,9 @@ class SlotAttention:
             raise InvalidArgument("SlotAttention", "spec.share", got=spec.share, expected="the whole of each sequence")
         self.spec = spec
         self.device = device_of("SlotAttention", device)
-        registry = get_registry() if registry is None else registry
-        self.facts = registry.facts(self.device)
+        demand = LayerRegistry(registry, backend, where="SlotAttention")
+        self.facts = demand.facts(self.device)
         self._accelerator = accelerator(self.device)
-        demand = LayerRegistry(registry, backend)
         self.route_decision = choose_slot_route(spec, self.facts, demand)
         verdict = self.route_decision.verdict  # raises where there is none
         decoding = sorted((p for p in verdict.parts if p.role == "decode"), key=lambda part: part.most_rows is None)

@@ -31,7 +31,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """What serves only writes down how it was called, on what claims to be an H200."""
     plugin = Recorder(schedule_kind=SPLIT_KV)
     registry = registry_of(plugin, facts={"cpu": H200})
-    monkeypatch.setattr("mla_portable.attention.slots.get_registry", lambda: registry)
+    monkeypatch.setattr("mla_portable.attention.layer_registry.get_registry", lambda: registry)
     monkeypatch.setattr(serving, "_shared", {})
     return plugin
 
