@@ -111,7 +111,6 @@ class SparseMLAAttention:
             torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
         )
         self._accelerator = accelerator(self.device)
-        self._index = self._accelerator.index  # -1 for a CPU
         if attn_sink is not None:
             check_sink("SparseMLAAttention", spec, attn_sink, self.device)
         self._attn_sink = attn_sink
@@ -170,7 +169,7 @@ class SparseMLAAttention:
             self._check.no_rope(k_pe)
             k_pe = self._no_rope.expand(k_pe.shape[0], -1)
         self._check.write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
-        if self._on_other_device():
+        if not self._accelerator.is_current():
             with self._accelerator.guard():
                 self._write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
         else:
@@ -206,7 +205,7 @@ class SparseMLAAttention:
         Graph-safe for uniform decode batches, with `out` (and `lse_out`) given and `spec.graph`: no look-up, allocation or
         read-back.
         """
-        if self._on_other_device():
+        if not self._accelerator.is_current():
             with self._accelerator.guard():
                 return self.forward(q, kv_cache, topk_indices, plan, attn_sink=attn_sink, out=out, lse_out=lse_out)
         if attn_sink is None:
@@ -282,7 +281,3 @@ class SparseMLAAttention:
         """The parts of a plan on this layer's buffers. Raises: PlanMismatch, InvalidArgument for what is no plan for them."""
         self._check.plan(plan)
         return self.buffers.step(plan, decodes=self._bound.decodes(plan))
-
-    def _on_other_device(self) -> bool:
-        """Another device than the layer's is the current one, on which kernels are launched."""
-        return self._index >= 0 and self._accelerator.current_index() != self._index

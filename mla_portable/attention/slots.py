@@ -83,7 +83,7 @@ class SlotAttention:
     """Attention over given slots. Not thread-safe: its decode calls share scratch, so they follow one another on one stream.
 
     Attributes:
-        spec, device: as built. A row counts as a request, so `spec.max_num_reqs` bounds the rows of a decode batch.
+        spec, device: as built, the device with its index; calls run there, whether or not it is the current device. A row counts as a request, so `spec.max_num_reqs` bounds the rows of a decode batch.
         facts: `DeviceFacts` of the device. route_decision: what serves, and why.
     """
 
@@ -141,7 +141,7 @@ class SlotAttention:
         )
         self._planners: dict[tuple[int, int], SchedulePlanner] = {}
         self._schedules: dict[tuple[int, int, int], DecodeSchedule] = {}
-        with neutral_defaults():
+        with neutral_defaults(), self._accelerator.guard():
             if self._kind is not None:
                 self._planner(self._kind, spec.topk, spec.extra_topk)
             # what is not asked for is written all the same
@@ -170,7 +170,7 @@ class SlotAttention:
         shape = (num_rows, *widths)
         if self._kind is None or not 0 < num_rows <= spec.max_num_reqs or shape in self._schedules:
             return
-        with neutral_defaults():
+        with neutral_defaults(), self._accelerator.guard():
             self._schedules[shape] = self._planner(self._kind, *widths).get(num_rows, 1)
 
     def forward(
@@ -205,6 +205,21 @@ class SlotAttention:
         Raises: InvalidArgument before anything runs.
         Graph-safe for decode batches that were prepared: no look-up in the registry and no read-back.
         """
+        if not self._accelerator.is_current():
+            with self._accelerator.guard():
+                return self.forward(
+                    q,
+                    kv,
+                    slots,
+                    softmax_scale=softmax_scale,
+                    decodes=decodes,
+                    lengths=lengths,
+                    attn_sink=attn_sink,
+                    extra_kv_cache=extra_kv_cache,
+                    extra_slots=extra_slots,
+                    extra_lengths=extra_lengths,
+                    out=out,
+                )
         num_tokens, second = q.shape[0], _Second(extra_kv_cache, extra_slots, extra_lengths)
         if (extra_kv_cache is None) == bool(self.spec.extra_topk):
             given = "None" if extra_kv_cache is None else "a tensor"
