@@ -205,7 +205,9 @@ def check_layer_cache(
     if alignment < spec.cache_alignment:
         bytes_apart = block_stride * cache.element_size()
         _refuse_alignment(where, argument, cache, f", block stride {bytes_apart} bytes", spec, alignment)
-    if block_stride not in (0, size * layout.row_width) and (flat or (spec.contiguous_blocks and block_stride % layout.row_pitch)):
+    if block_stride not in (0, size * layout.row_width) and (
+        flat or (spec.contiguous_blocks and block_stride % layout.row_pitch)
+    ):
         expected = f"{size * layout.row_width}: the spec promises contiguous blocks, which kernels may rely on"
         remedy = "Build the layer with contiguous_blocks=False for blocks that lie block_stride."
         refuse(where, argument, f"block stride {block_stride}", expected, remedy)

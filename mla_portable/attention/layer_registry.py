@@ -48,8 +48,8 @@ class LayerRegistry:
         Args:
             registry: None for the process's own. probe: False decides by declarations and `check`, and computes nothing.
             where: the layer's class, for messages.
-        Raises: InvalidArgument for what is no registry, and when a mapping names something that is no primitive, or a backend is
-            no name.
+        Raises: InvalidArgument for what is no registry, a mapping that names something that is no primitive, and a backend that
+            is no name.
         """
         if registry is not None:
             check_type(where, "registry", registry, Registry, "a Registry, or None for the process's own")

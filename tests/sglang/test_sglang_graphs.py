@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def capturing(server: serving.Server) -> Iterator[None]:
         for name in READS:
             patches.setattr(torch.Tensor, name, refuse)
         for each in server.attentions:
-            patches.setattr(each, "_accelerator", SimpleNamespace(is_capturing=lambda: True))
+            patches.setattr(each._accelerator, "is_capturing", lambda: True)
         yield
 
 
