@@ -59,6 +59,10 @@ class Accelerator:
         """The CPU: work is done when a call returns, in the host's own memory."""
         return self.index < 0
 
+    def is_current(self) -> bool:
+        """This is the current device of its type, on which kernels are launched; a CPU always is."""
+        return self.index < 0 or self.current_index() == self.index
+
     def guard(self) -> AbstractContextManager[object]:
         """Makes this the current device of its type in a `with` block: kernels are launched on the current device."""
         return nullcontext() if self.is_host else self.module.device(self.index)

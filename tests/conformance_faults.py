@@ -242,6 +242,8 @@ class Model:
         return "divides by the exponential of a rounded lse" in self.faults
 
     def merge_states(self, outs, lses):
+        if "knows no empty part of +inf" not in self.faults:
+            lses = lses.masked_fill(lses == math.inf, -math.inf)
         top = lses.amax(dim=0).nan_to_num(neginf=0.0)
         weights = torch.exp(lses - (lses.logsumexp(dim=0).nan_to_num(neginf=0.0) if self._rounds else top))
         parts = outs.float()

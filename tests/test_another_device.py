@@ -32,7 +32,7 @@ from mla_portable import reference
 from mla_portable.primitives import MERGE_STATES, QUANTIZE_PER_TENSOR
 from mla_portable.accelerator import accelerator, add_error_words, default_device, is_device_error
 from mla_portable.dispatch import serving
-from mla_portable.contracts import Batch, InvalidArgument
+from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, ScheduleKind
 from mla_portable.registry import Registry
 
 registry = Registry(plugins=[("reference", reference), ("acme", acme)], environ={})
@@ -143,6 +143,45 @@ assert acme.guards == [], "the device is the current one already"
 acme.current[0] = 1
 step("acme")
 assert set(acme.guards) == {0}
+""")
+
+
+def test_slots_are_attended_to_on_it_whichever_device_is_current():
+    run("""
+from mla_portable.attention import SlotAttention
+
+made = []
+
+
+class Schedules:
+    def __init__(self, limits):
+        made.append(("planner", acme.current[0]))
+
+    def get(self, batch, query_len):
+        made.append(("schedule", acme.current[0]))
+        return None
+
+    def invalidate(self):
+        pass
+
+
+spec = mp.AttentionSpec(num_heads=2, kv_layout="bf16", block_size=16, topk=32, softmax_scale=0.1, max_num_tokens=8,
+                        max_num_reqs=4, max_model_len=64, need_lse=False)
+torch.manual_seed(1)
+kv, q = torch.randn(48, 576).bfloat16(), torch.randn(3, 2, 576).bfloat16()
+slots = torch.randint(48, (3, 32), dtype=torch.int32)
+there, here = (SlotAttention(spec, device=device, registry=registry) for device in ("acme", "cpu"))
+for decodes in (True, False):
+    for current in (0, 1):
+        acme.guards.clear()
+        acme.current[0] = current
+        out = there.forward(q.to("acme"), kv.to("acme"), slots.to("acme"), softmax_scale=0.1, decodes=decodes)
+        assert torch.equal(out.cpu(), here.forward(q, kv, slots, softmax_scale=0.1, decodes=decodes))
+        assert (set(acme.guards), acme.current) == ({0} if current else set(), [current]), (acme.guards, acme.current)
+kind = ScheduleKind("of acme", DecodeSchedule, Schedules)
+there._kind = kind
+there.prepare(2)
+assert made == [("planner", 0), ("schedule", 0)] and acme.current == [1], made
 """)
 
 

@@ -27,7 +27,7 @@ from attention_steps import (
 from recorder import Recorder
 from torch import Tensor
 
-from mla_portable.attention import SparseMLAAttention, StepBuffers, checks
+from mla_portable.attention import HeadDims, PromptAttention, SlotAttention, SparseMLAAttention, StepBuffers, checks
 from mla_portable.contracts import (
     InvalidArgument,
     PlanMismatch,
@@ -38,6 +38,23 @@ from mla_portable.planner import Planner
 from mla_portable_nvidia.tile_schedules import TileSchedule
 
 # what is refused
+
+
+@pytest.mark.parametrize("kind", [SparseMLAAttention, SlotAttention, PromptAttention], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"registry": 5}, "registry: got 5, expected a Registry"),
+        ({"backend": {"no_primitive": "triton"}}, "backend: got 'no_primitive', expected keys among"),
+        ({"backend": 5}, "backend: got 5"),
+    ],
+    ids=str,
+)
+def test_a_registry_and_backends_are_refused_by_the_class_that_was_built(kind: type, given: dict[str, object], text: str):
+    spec = replace(SPEC, need_lse=kind is not SlotAttention, concat_query=False)
+    more = (HeadDims(),) if kind is PromptAttention else ()
+    with pytest.raises(InvalidArgument, match=f"^{kind.__name__}: {text}"):
+        kind(spec, *more, device="cpu", **{"registry": REFERENCE, **given})
 
 
 def over(memory: Tensor, *shape: int) -> Tensor:

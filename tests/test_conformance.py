@@ -149,6 +149,7 @@ FAULTS = [
     ("floor instead of ceil", (CACHE_WRITE,), "pow2", "cache["),
     ("truncates", (CACHE_WRITE,), "pow2", ": latent "),
     ("multiplies dead parts by 0", (MERGE_STATES,), "dead_some", "got nan"),
+    ("knows no empty part of +inf", (MERGE_STATES,), "dead_mixed", "got nan"),
     ("truncates", (QUANTIZE_PER_TENSOR,), "plain rows", "x_q["),
     ("divides by zero", (QUANTIZE_PER_TENSOR,), "zeros", "scale"),
     ("takes later ties", (TOPK_SELECT,), "equal !n1 !ranges_mixed", "out"),

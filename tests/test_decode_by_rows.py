@@ -12,7 +12,7 @@ from attention_steps import HEADS, SPEC, TOPK, plan_for
 from machines import H200, costs_of
 from recorder import Recorder
 
-from mla_portable.attention import SparseMLAAttention
+from mla_portable.attention import SlotAttention, SparseMLAAttention
 from mla_portable.contracts import SPLIT_KV, Batch
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
@@ -24,7 +24,7 @@ US = {
 """Up to 15 rows `few` is the faster one, there by 3.2 %. 16 rows are a tie, for which `many` is preferred. Then `many`."""
 
 
-def layer_of(us=US, kinds=(None, None), **changes) -> tuple[dict[str, Recorder], SparseMLAAttention]:
+def registry_of(us=US, kinds=(None, None)) -> tuple[dict[str, Recorder], Registry]:
     """Recorders by name: decoders `few` and `many`, and `rest` for everything, slowly."""
     decoders = {
         name: Recorder(
@@ -35,7 +35,11 @@ def layer_of(us=US, kinds=(None, None), **changes) -> tuple[dict[str, Recorder],
     plugins = {**decoders, "rest": Recorder("rest.kernel", preference=50.0, support={"batch_invariant": True})}
     sizes = {f"{name}.kernel": {("sparse_decode", "fp8_ds_mla"): by_rows} for name, by_rows in us.items()}
     costs = costs_of(sizes, H200.name, HEADS, TOPK)
-    registry = Registry(plugins=list(plugins.items()), facts={"cpu": H200}, environ={}, probe=False, costs=costs)
+    return plugins, Registry(plugins=list(plugins.items()), facts={"cpu": H200}, environ={}, probe=False, costs=costs)
+
+
+def layer_of(us=US, kinds=(None, None), **changes) -> tuple[dict[str, Recorder], SparseMLAAttention]:
+    plugins, registry = registry_of(us, kinds)
     spec = replace(SPEC, **{"max_num_reqs": 256, "max_num_tokens": 768, **changes})
     return plugins, SparseMLAAttention(spec, device="cpu", registry=registry)
 
@@ -73,6 +77,20 @@ def test_one_that_is_fastest_only_between_two_sizes_is_found():
     names = [served(plugins, layer, rows)[0] for rows in range(1, 80)]
     assert list(dict.fromkeys(names)) == ["few", "mid", "many"] and names == sorted(names, key=["few", "mid", "many"].index)
     assert "mid" not in (names[15], names[63])
+
+
+def test_rows_of_slots_get_what_is_chosen_for_their_number():
+    plugins, registry = registry_of()
+    spec = replace(SPEC, max_num_reqs=256, max_num_tokens=768, need_lse=False, concat_query=False)
+    attention = SlotAttention(spec, device="cpu", registry=registry)
+    cache, found = torch.zeros((2, SPEC.block_size, 656), dtype=torch.uint8), []
+    for rows in (1, 15, 16, 256):
+        for plugin in plugins.values():
+            plugin.calls.clear()
+        q, slots = torch.zeros(rows, HEADS, 576).bfloat16(), torch.zeros((rows, TOPK), dtype=torch.int32)
+        attention.forward(q, cache, slots, softmax_scale=0.1, decodes=True)
+        found += [name for name, each in plugins.items() if each.calls]
+    assert found == ["few", "few", "many", "many"]
 
 
 def test_drafts_count_as_rows():

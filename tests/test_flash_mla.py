@@ -332,6 +332,25 @@ def test_a_nan_in_a_key_stays_one():
     assert found[:2].tolist() == [INF, INF] and found[2].isnan() and found[3:].tolist() == [1.5, -2.5]
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_parts_merge_as_they_are_returned(backend: str):
+    """A token without a valid key in a part has an lse of +inf there, and no weight in `merge_states`."""
+    arguments = prefill_arguments()
+    del arguments["attn_sink"], arguments["topk_length"]  # a sink would count in each part
+    indices = arguments["indices"]
+    first, second = (torch.full_like(indices, -1) for _ in range(2))
+    half = indices.shape[-1] // 2
+    first[1:, :, :half], second[:-1, :, half:] = indices[1:, :, :half], indices[:-1, :, half:]
+    first[2:3], second[2:3] = -1, -1  # empty in both
+    parts = [flash_mla.flash_mla_sparse_fwd(**arguments | {"indices": part}) for part in (first, second)]
+    outs, lses = (torch.stack([part[at] for part in parts]) for at in (0, 2))
+    assert (lses[0, 0] == INF).all() and (lses[1, -1] == INF).all() and (lses[:, 2] == INF).all()
+    out, lse = mla_portable.merge_states(outs, lses, backend=backend)
+    whole = flash_mla.flash_mla_sparse_fwd(**arguments | {"indices": torch.cat((first, second), dim=-1)})
+    torch.testing.assert_close(out, whole[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, whole[2].masked_fill(whole[2] == INF, -INF))
+
+
 @pytest.mark.parametrize("value", ["off", ""])
 def test_max_logits_are_left_out_unless_asked_for(value: str, monkeypatch: pytest.MonkeyPatch):
     whole = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())

@@ -183,6 +183,7 @@ MISTAKES = [
         (MERGE,),
         "(inputs that do not count hold NaN) (case empty parts, row ",
     ),
+    ("knows no empty part of +inf", (MERGE,), "lse is inf where entries are valid"),
     ("truncates", (QUANTIZE,), "rounded (case odd size, element [0, 4])"),
     ("no relu", (INDEXER,), "below 0 though no weight is: it looks as if the ReLU were missing"),
     ("relu after the weights", (INDEXER,), "expected 0 (case ragged, row 2)"),

@@ -87,7 +87,7 @@ def make_prompts(name: str, layout: str = "fp8_ds_mla", *, key_rows: int = 64, s
             topk[row_of, where] = chosen.to(torch.int32)
             row_of += 1
     topk[tokens:] = 2**30
-    plan = plan_prompts(query_lens, seq_lens, table, topk=TOPK, key_rows=max(key_rows, tokens))
+    plan = plan_prompts(query_lens, seq_lens, table, topk=TOPK, key_rows=max(key_rows, tokens), block_size=BLOCK)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
 
     def normal(*shape: int) -> Tensor:
@@ -246,6 +246,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_runs(change: dict[s
         ([1, 5], [-(2**31), 4], "seq_lens less by up to 2147483649"),
         ([3], [3, 4], "2 requests"),
         ([-1], [4], "at least 0"),
+        ([1, 5], [3, 2], "seq_lens less by up to 3"),
         ([1, 1], [2**31 - 1, 1], "at most 2147483647 tokens"),
         ([60, 5], [60, 5], "at least 65, the step's new tokens"),
     ],
@@ -255,6 +256,94 @@ def test_lengths_that_make_no_sense_are_refused(query_lens: list[int], seq_lens:
     lengths = (np.array(values, dtype=np.int32) for values in (query_lens, seq_lens))
     with pytest.raises(InvalidArgument, match=text):
         plan_prompts(*lengths, table, topk=TOPK, key_rows=64)
+
+
+def test_a_block_table_that_does_not_hold_the_context_is_refused_before_anything_runs():
+    """The planner names the request, where it knows the size of a block; the layer does in any case."""
+    step, ran = make_prompts("long with context"), list[int]()
+    query_lens, seq_lens = np.diff(step.batch.query_start_loc), step.batch.seq_lens  # contexts of 33, 0, 26 and 35 tokens
+    narrow, sizes = step.batch.block_table[:, :4], {"topk": TOPK, "key_rows": 64}
+    wanted = "seq_lens - query_lens: got 33 for request 0, expected at most 32, the tokens that a row of the block table holds"
+    with pytest.raises(InvalidArgument, match=f"^plan_prompts: {wanted}"):
+        plan_prompts(query_lens, seq_lens, narrow, **sizes, block_size=BLOCK)
+    with pytest.raises(InvalidArgument, match="block_size"):
+        plan_prompts(query_lens, seq_lens, narrow, **sizes, block_size=0)
+    step.plan = plan_prompts(query_lens, seq_lens, narrow, **sizes)
+    step.project = lambda latent: ran.append(1)  # type: ignore[method-assign, assignment]
+    with pytest.raises(InvalidArgument, match="plan: got a context of 35 tokens, expected at most 32"):
+        step.run(make_layer())
+    assert not ran
+    enough = step.batch.block_table[:, :5]  # new tokens are given beside the cache
+    plan_prompts(query_lens, seq_lens, enough, **sizes, block_size=BLOCK)
+
+
+def test_a_token_that_sees_as_many_keys_as_it_selects_selects_all():
+    table, sizes = torch.zeros((1, 1), dtype=torch.int32), {"topk": 3, "key_rows": 8}
+    for total, masked in ((3, False), (4, True)):
+        lens = np.array([total], dtype=np.int32)
+        assert plan_prompts(lens, lens, table, **sizes).masked is masked
+
+
+@pytest.mark.parametrize("name", ["long with context", "long"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda given: None, "got None, expected a tensor"),
+        (lambda given: (given, None), r"got a tuple, .* first element"),
+        (lambda given: given[1:], "got shape"),
+        (lambda given: given[:, 1:], "got shape"),
+        (lambda given: given.unflatten(1, (HEADS, -1)), "got shape"),
+        (lambda given: given.half(), "got torch.float16"),
+        (lambda given: given.float(), "got torch.float32"),
+        (lambda given: given.int(), "got torch.int32"),
+        (lambda given: given.to("meta"), "meta"),
+        (lambda given: given.T.contiguous().T, "stride 1"),
+    ],
+    ids=["None", "tuple", "rows", "columns", "heads", "float16", "float32", "int32", "meta", "transposed"],
+)
+def test_what_project_returns_is_checked(change: Any, text: str, name: str):
+    step, linear = make_prompts(name), Prompts.project
+    step.project = lambda latent: change(linear(step, latent))  # type: ignore[method-assign]
+    out = torch.full((len(step.q), HEADS, DIMS.value), 3.0, dtype=torch.bfloat16)
+    with pytest.raises(InvalidArgument, match=rf"^PromptAttention.forward: project\(rows\): .*{text}"):
+        step.run(make_layer(), out=out)
+    assert (out == 3).all()
+
+
+@pytest.mark.parametrize("name", ["short", "short with context", "long", "long with context"])
+def test_what_a_plan_does_not_read_may_be_none(name: str):
+    step = make_prompts(name)
+    wanted, plan = step.run(make_layer()), step.plan
+    for argument, read in (("topk", plan.masked), ("kv_cache", plan.max_context_len > 0)):
+        for value in (None, [1]):
+            given = replace(step, **{argument: value})
+            if read or (value is not None and argument == "kv_cache"):
+                with pytest.raises(InvalidArgument, match="topk_indices" if argument == "topk" else "kv_cache"):
+                    given.run(make_layer(), out=torch.empty_like(wanted))
+            else:
+                assert torch.equal(given.run(make_layer(), out=torch.empty_like(wanted)), wanted)
+
+
+@pytest.mark.parametrize("argument", ["q", "kv_c", "k_pe", "kv_cache", "topk_indices"])
+def test_out_overlaps_no_input(argument: str):
+    step, ran = make_prompts("long with context"), list[int]()
+    step.project = lambda latent: ran.append(1)  # type: ignore[method-assign, assignment]
+    numbers = len(step.q) * HEADS * DIMS.value
+    name = {"kv_c": "latent", "k_pe": "rope", "topk_indices": "topk"}.get(argument, argument)
+    given = getattr(step, name)
+    memory = torch.zeros(max(numbers, given.nbytes // 2 + 1), dtype=torch.bfloat16)
+    over = memory[: given.nbytes // 2].view(given.dtype).view(given.shape).copy_(given)
+    setattr(step, name, over)
+    with pytest.raises(InvalidArgument, match=f"out: got memory that overlaps {argument}"):
+        step.run(make_layer(), out=memory[:numbers].view(len(step.q), HEADS, DIMS.value))
+    assert not ran
+
+
+def test_a_cache_of_another_size_of_blocks_is_refused():
+    step = make_prompts("long with context")
+    step.kv_cache = step.kv_cache.view(BLOCKS // 2, 2 * BLOCK, -1)
+    with pytest.raises(InvalidArgument, match=f"kv_cache: got fp8_ds_mla, block_size {2 * BLOCK}, expected .* {BLOCK}, as in"):
+        step.run(make_layer())
 
 
 def test_without_an_implementation_the_reasons_are_said():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import oracle
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mla_portable import cache_write, sparse_prefill
 from mla_portable.attention import SlotAttention, SparseMLAAttention, UnsupportedRoute
-from mla_portable.contracts import SPLIT_KV, InvalidArgument
+from mla_portable.contracts import SPLIT_KV, InvalidArgument, ScheduleLimits, SchedulePlanner
 from mla_portable.contracts.share import ContextShare
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import CONVERT_INDICES, SPARSE_DECODE, SPARSE_PREFILL
@@ -239,6 +240,169 @@ def test_lists_of_another_width_have_a_schedule_of_their_own():
         attention.forward(q, caches[0], lists[0], softmax_scale=0.06, decodes=True, **second)
     schedules = [kwargs["schedule"] for _, _, kwargs in plugin.calls]
     assert [schedule.extra_topk for schedule in schedules] == [16, 8, 16] and schedules[0] is schedules[2]
+
+
+def test_schedules_are_kept_for_a_few_widths_alone():
+    """Each width has scratch of its own, which a captured graph may read: nothing is given back."""
+    made: list[tuple[int, int]] = []
+
+    def planner(limits: ScheduleLimits) -> SchedulePlanner:
+        made.append((limits.topk, limits.extra_topk))
+        return SPLIT_KV.planner(limits)
+
+    plugin = Recorder(
+        support={"extra_cache": True, "kv_layouts": ("fp8_v4",)}, schedule_kind=replace(SPLIT_KV, planner=planner)
+    )
+    attention = recorded(plugin, kv_layout="fp8_v4", extra_topk=16, extra_block_size=2)
+    q, caches, lists, _ = two_caches(3)
+    for width in (*range(1, 13), 1):
+        second = {"extra_kv_cache": caches[1], "extra_slots": lists[1]}
+        attention.forward(q, caches[0], lists[0][:, :width], softmax_scale=0.06, decodes=True, **second)
+        attention.prepare(3, width)
+    assert made == [(TOPK, 16), (1, 16), (2, 16), (3, 16)]
+    schedules = [kwargs["schedule"] for _, _, kwargs in plugin.calls]
+    assert [each and each.topk for each in schedules] == [1, 2, 3, *[None] * 8, TOPK, 1] and schedules[0] is schedules[-1]
+
+
+@pytest.mark.parametrize("form", ["paged", "rows"])
+@pytest.mark.parametrize("decodes", [True, False], ids=["decode", "prefill"])
+@pytest.mark.parametrize("layout", ["bf16", "bf16_nope"])
+def test_caches_without_scales_are_taken_paged_and_as_rows_by_every_call(layout: str, decodes: bool, form: str):
+    row = LAYOUTS[layout]
+    spec = replace(SLOTS, kv_layout=layout, scale_format=None, extra_topk=TOPK, extra_block_size=4)
+    attention = SlotAttention(spec, device="cpu", registry=REFERENCE, backend="reference")
+    q, kv, slots, _ = make_call(layout)
+    _, more, more_slots, _ = make_call(layout, seed=5)
+    shapes = [(-1, block, row.row_width) if form == "paged" else (-1, row.row_width) for block in (BLOCK, 4)]
+    second = {"extra_kv_cache": more.view(shapes[1]), "extra_slots": more_slots}
+    out = attention.forward(q, kv.view(shapes[0]), slots, softmax_scale=0.06, decodes=decodes, **second)
+    both, shifted = torch.cat([kv, more]), torch.where(more_slots < 0, -1, more_slots + len(kv))
+    wanted, _ = oracle.sparse_prefill(q, both, torch.cat([slots, shifted], dim=1).long(), softmax_scale=0.06)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=8e-3)
+
+
+def test_rows_that_are_no_whole_number_of_blocks_need_a_prefill():
+    changes = {"kv_layout": "bf16", "scale_format": None, "extra_topk": TOPK, "extra_block_size": 4}
+    plugin = Recorder(support={"extra_cache": True})
+    attention = recorded(plugin, **changes)
+    fused = recorded(Recorder(support={"extra_cache": True}, primitives=(SPARSE_DECODE, CONVERT_INDICES)), **changes)
+    q, kv, slots, _ = make_call("bf16")
+    for given, name in (((kv[:-1], kv), "kv"), ((kv, kv[:-1]), "extra_kv_cache")):
+        arguments = {"softmax_scale": 1.0, "decodes": True, "extra_kv_cache": given[1], "extra_slots": slots}
+        attention.forward(q, given[0], slots, **arguments)
+        with pytest.raises(InvalidArgument, match=f"forward: {name}: got .*, expected a multiple of"):
+            fused.forward(q, given[0], slots, **arguments)
+    assert [name for name, _, _ in plugin.calls] == ["sparse_prefill"] * 2
+
+
+def test_more_rows_than_the_spec_has_are_served():
+    rows = SLOTS.max_num_tokens + 1
+    attention = SlotAttention(SLOTS, device="cpu", registry=REFERENCE, backend="reference")
+    q, kv, slots, _ = make_call("fp8_ds_mla", rows)
+    cache = paged("fp8_ds_mla", kv)
+    for decodes in (True, False):
+        out = attention.forward(q, cache, slots, softmax_scale=0.06, decodes=decodes)
+        wanted, _ = oracle.sparse_prefill(q, cache, slots.long(), softmax_scale=0.06)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=8e-3)
+
+
+@pytest.mark.parametrize("num_rows", [None, "3", [3], 3.0, True, -1], ids=repr)
+def test_numbers_of_rows_that_are_none_are_refused(num_rows: Any):
+    for attention in (recorded(Recorder()), recorded(Recorder(schedule_kind=SPLIT_KV))):
+        with pytest.raises(InvalidArgument, match=r"^SlotAttention.prepare: num_rows: got .* of at least 0"):
+            attention.prepare(num_rows)
+        for more, name in (((0,), "topk"), ((TOPK + 1,), "topk"), (("3",), "topk"), ((None, 1), "extra_topk")):
+            with pytest.raises(InvalidArgument, match=f"^SlotAttention.prepare: {name}: got "):
+                attention.prepare(3, *more)
+
+
+def _other(call: dict[str, Any], argument: str, value: Any) -> dict[str, Any]:
+    return call | {argument: value(call[argument]) if callable(value) else value}
+
+
+_HEAD = torch.zeros(5, HEADS + 1, 512).bfloat16()
+REFUSED: list[tuple[str, Any, str]] = [
+    ("q", None, "got None, expected a tensor"),
+    ("q", [[1.0]], "got list"),
+    ("q", _HEAD[0], "shape"),
+    ("q", _HEAD, rf"got shape \[5, {HEADS + 1}, 512\], expected \[T, H, 512\] = \[5, {HEADS}, 512\]"),
+    ("q", lambda q: torch.cat([q, q[..., :64]], dim=-1), "512"),
+    ("q", lambda q: q.to("meta"), "device"),
+    ("kv", None, "got None, expected"),
+    ("kv", [1], "got list"),
+    (
+        "kv",
+        lambda kv: torch.zeros((*kv.shape[:2], 656), dtype=torch.uint8),
+        "got fp8_ds_mla, .*expected fp8_v4, .*in the spec",
+    ),
+    ("kv", lambda kv: torch.zeros(16, 512).bfloat16(), "shape"),
+    ("kv", lambda kv: torch.zeros(8, BLOCK * 2, 584, dtype=torch.uint8), f"block_size {BLOCK * 2}, expected .* {BLOCK}, as in"),
+    ("kv", lambda kv: torch.zeros(kv.numel() + 8, dtype=torch.uint8)[8:].view(kv.shape), "expected multiples of 16 bytes"),
+    ("slots", None, "got None"),
+    ("slots", [[1]], "got list"),
+    ("slots", lambda slots: slots.long(), "got torch.int64"),
+    ("slots", lambda slots: torch.cat([slots, slots[:, :1]], dim=1), f"got lists of {TOPK + 1}, expected at most {TOPK}"),
+    ("slots", lambda slots: slots[:4], r"got shape \[4, 12\]"),
+    ("lengths", [5] * 5, "got list"),
+    ("lengths", lambda lengths: lengths.float(), "got torch.float32"),
+    ("lengths", None, "extra_lengths: got torch.int32"),
+    ("attn_sink", None, r"got None, expected \[H\] float32, because spec.attn_sink"),
+    ("attn_sink", [0.0] * HEADS, "got list"),
+    ("attn_sink", torch.zeros(HEADS + 1), "shape"),
+    ("extra_kv_cache", None, r"got None, expected what spec\.extra_topk = 16 says"),
+    ("extra_kv_cache", [1], "got list"),
+    ("extra_kv_cache", torch.zeros(4, 2, 656, dtype=torch.uint8), "got fp8_ds_mla"),
+    ("extra_kv_cache", torch.zeros(4, 3, 584, dtype=torch.uint8), "block_size 3, expected fp8_v4, block_size 2"),
+    ("extra_slots", None, "got None"),
+    ("extra_slots", [[1]], "got list"),
+    ("extra_slots", torch.zeros(5, 17, dtype=torch.int32), "got lists of 17, expected at most 16, as in the spec"),
+    ("extra_lengths", [1] * 5, "got list"),
+    ("extra_lengths", None, "given where `lengths` are"),
+    ("out", [1], "got list"),
+    ("out", lambda out: out.float(), "got torch.float32"),
+    ("out", lambda out: out[:4], "shape"),
+    ("softmax_scale", None, "got None, expected a Python float"),
+    ("softmax_scale", -1.0, "a finite number above 0"),
+]
+
+
+@pytest.mark.parametrize("decodes", [True, False], ids=["decode", "prefill"])
+@pytest.mark.parametrize(("argument", "value", "text"), REFUSED, ids=[f"{name}-{text[:30]}" for name, _, text in REFUSED])
+def test_a_call_is_held_against_the_spec_before_anything_runs(argument: str, value: Any, text: str, decodes: bool):
+    plugin = Recorder(support={"extra_cache": True, "kv_layouts": ("fp8_v4",)}, schedule_kind=SPLIT_KV)
+    attention = recorded(plugin, kv_layout="fp8_v4", extra_topk=16, extra_block_size=2, attn_sink=True)
+    q, caches, lists, lengths = two_caches(5)
+    given = {"q": q, "kv": caches[0], "slots": lists[0], "lengths": lengths[0], "attn_sink": torch.zeros(HEADS)}
+    given |= {"extra_kv_cache": caches[1], "extra_slots": lists[1], "extra_lengths": lengths[1]}
+    given |= {"out": torch.empty_like(q), "softmax_scale": 0.06, "decodes": decodes}
+    attention.forward(**given)
+    plugin.calls.clear()
+    with pytest.raises(InvalidArgument, match=f"^SlotAttention.forward: .*{text}") as refused:
+        attention.forward(**_other(given, argument, value))
+    named = "extra_lengths" if (argument, value) == ("lengths", None) else argument
+    assert refused.value.argument == named and not plugin.calls
+
+
+@pytest.mark.parametrize("decodes", [True, False], ids=["decode", "prefill"])
+def test_out_overlaps_no_input(decodes: bool):
+    plugin = Recorder()
+    attention = recorded(plugin)
+    q, kv, slots, _ = make_call("fp8_ds_mla")
+    cache = paged("fp8_ds_mla", kv)
+    memory = torch.zeros(q.numel(), dtype=torch.bfloat16)
+    over = {"q": memory.view(q.shape).copy_(q), "kv": cache, "slots": slots}
+    for out in (memory[: q[..., :512].numel()], kv.view(-1)[: 2 * q[..., :512].numel()].view(torch.bfloat16)):
+        with pytest.raises(InvalidArgument, match="forward: out: got memory that overlaps"):
+            attention.forward(**over, softmax_scale=1.0, decodes=decodes, out=out.view(5, HEADS, 512))
+    assert not plugin.calls
+
+
+def test_paged_rows_without_scales_are_read_as_rows_where_no_gap_is_between_blocks():
+    attention = recorded(Recorder(), kv_layout="bf16", scale_format=None)
+    q, _, slots, _ = make_call("bf16")
+    apart = torch.zeros(8, 2 * BLOCK, 576).bfloat16()[:, :BLOCK]
+    with pytest.raises(InvalidArgument, match="kv: got block stride 9216, expected 4608: the spec promises contiguous blocks"):
+        attention.forward(q, apart, slots, softmax_scale=1.0, decodes=False)
 
 
 def test_a_second_cache_is_there_where_the_spec_says_so():

@@ -13,7 +13,7 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import DecodeSchedule, InvalidArgument, PlanMismatch, StepPlan
-from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.rules import check_cache, check_disjoint, check_flat_rows, check_tensor, rows_alignment, shape_of
 from mla_portable.contracts.values import describe, refuse
 from mla_portable.primitives.cache_write import check as check_write
 
@@ -78,7 +78,7 @@ class StepCheck:
             _mismatch(f"q has {given} tokens, the plan was made for {tokens}. {_PLAN_AGAIN}")
         if plan.counter is not None and plan.generation != plan.counter.count and not _is_capturing(device):
             _mismatch(f"a later plan() of the same planner has overwritten the numbers of this plan. {_PLAN_AGAIN}")
-        self._check_cache(kv_cache)
+        check_layer_cache(_WHERE, "kv_cache", kv_cache, spec, device, flat=self._flat)
         for (name, part), size in zip(parts.items(), widths, strict=True):
             check_tensor(_WHERE, name, part, torch.bfloat16, (tokens, heads, size), device, f"[T, H, {size}]")
         given = shape_of(_WHERE, "topk_indices", topk_indices, 2, "[T or more, K]")[0]
@@ -109,7 +109,8 @@ class StepCheck:
     def write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str = "pow2") -> None:
         """The tensors of a cache_write that is bound for the spec's cache. Raises: InvalidArgument."""
         check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format)
-        self._check_cache(kv_cache, "SparseMLAAttention.cache_write")
+        where = "SparseMLAAttention.cache_write"
+        check_layer_cache(where, "kv_cache", kv_cache, self._spec, self._device, flat=self._flat)
 
     @staticmethod
     def no_rope(k_pe: Tensor) -> None:
@@ -160,21 +161,6 @@ class StepCheck:
             if gathered < prefills:
                 _mismatch(f"the plan gathers {gathered} of {prefills} prefill tokens, the layer needs all. {_CONFIGURE}")
 
-    def _check_cache(self, kv_cache: Tensor, where: str = _WHERE) -> None:
-        layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, self._device)
-        spec, width = self._spec, layout.row_width
-        if layout.name != spec.kv_layout or block_size != spec.block_size:
-            got = f"{layout.name}, block_size {block_size}"
-            refuse(where, "kv_cache", got, f"{spec.kv_layout}, block_size {spec.block_size}, as in the spec")
-        if alignment < spec.cache_alignment:
-            got = f"address {kv_cache.data_ptr():#x}, block stride {block_stride * kv_cache.element_size()} bytes"
-            expected = f"multiples of {spec.cache_alignment} bytes, which the spec promises"
-            refuse(where, "kv_cache", got, expected, f"Build the layer with cache_alignment={alignment}.")
-        if (block_stride % width and spec.contiguous_blocks) or (self._flat and block_stride not in (0, block_size * width)):
-            expected = f"{block_size * width}: the spec promises contiguous blocks, which route {self._route!r} may rely on"
-            remedy = "Build the layer with contiguous_blocks=False for blocks that lie block_stride."
-            refuse(where, "kv_cache", f"block stride {block_stride}", expected, remedy)
-
 
 def _mismatch(text: str) -> NoReturn:
     raise PlanMismatch(f"{_WHERE}: {text}")
@@ -194,3 +180,48 @@ def check_sink(where: str, spec: AttentionSpec, attn_sink: Tensor | None, device
         if not spec.attn_sink:
             raise InvalidArgument(where, "attn_sink", got="a tensor", expected="None, because spec.attn_sink is False")
         check_tensor(where, "attn_sink", attn_sink, torch.float32, (spec.num_heads,), device, "[H]")
+
+
+def check_layer_cache(
+    where: str,
+    argument: str,
+    cache: Tensor,
+    spec: AttentionSpec,
+    device: torch.device,
+    *,
+    block_size: int | None = None,
+    flat: bool = False,
+) -> None:
+    """Raises: InvalidArgument unless this is a paged cache as the spec says.
+
+    Args:
+        block_size: in place of the spec's. flat: it is read as flat rows, which lie behind one another without a gap.
+    """
+    layout, size, block_stride, alignment = check_cache(where, argument, cache, device)
+    wanted = spec.block_size if block_size is None else block_size
+    if layout.name != spec.kv_layout or size != wanted:
+        got, expected = f"{layout.name}, block_size {size}", f"{spec.kv_layout}, block_size {wanted}, as in the spec"
+        refuse(where, argument, got, expected)
+    if alignment < spec.cache_alignment:
+        bytes_apart = block_stride * cache.element_size()
+        _refuse_alignment(where, argument, cache, f", block stride {bytes_apart} bytes", spec, alignment)
+    if block_stride not in (0, size * layout.row_width) and (
+        flat or (spec.contiguous_blocks and block_stride % layout.row_pitch)
+    ):
+        expected = f"{size * layout.row_width}: the spec promises contiguous blocks, which kernels may rely on"
+        remedy = "Build the layer with contiguous_blocks=False for blocks that lie block_stride."
+        refuse(where, argument, f"block stride {block_stride}", expected, remedy)
+
+
+def check_layer_rows(where: str, argument: str, rows: Tensor, spec: AttentionSpec, device: torch.device) -> None:
+    """Raises: InvalidArgument unless these are flat rows [W, row width] of the spec's layout, which has no scales."""
+    check_flat_rows(where, argument, rows, spec.layout, device)
+    alignment = rows_alignment(rows)
+    if alignment < spec.cache_alignment:
+        _refuse_alignment(where, argument, rows, "", spec, alignment)
+
+
+def _refuse_alignment(where: str, argument: str, cache: Tensor, stride: str, spec: AttentionSpec, alignment: int) -> NoReturn:
+    expected = f"multiples of {spec.cache_alignment} bytes, which the spec promises"
+    remedy = f"Build the layer with cache_alignment={alignment}."
+    refuse(where, argument, f"address {cache.data_ptr():#x}{stride}", expected, remedy)

@@ -32,7 +32,7 @@ from mla_portable.contracts import WORKSPACE_ROUTES, InvalidArgument, Request, S
 from mla_portable.contracts.values import check_type, describe, device_of, refuse
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import CACHE_WRITE, CacheWrite
-from mla_portable.registry import Registry, get_registry
+from mla_portable.registry import Registry
 
 PLANNED_AS_SPECIFIED: Final = tuple(
     sorted({field.name for field in fields(AttentionSpec)} & {field.name for field in fields(PlannerConfig)} - {"route"})
@@ -83,15 +83,12 @@ class SparseMLAAttention:
             refuse("SparseMLAAttention", "spec.extra_topk", spec.extra_topk, "0: a layer has one cache", remedy)
         self.spec, self._layout = spec, spec.layout
         self.device = device_of("SparseMLAAttention", device)
-        if registry is not None:
-            check_type("SparseMLAAttention", "registry", registry, Registry, "a Registry, or None for the process's own")
         if buffers is not None:
             check_type("SparseMLAAttention", "buffers", buffers, StepBuffers, "another layer's `buffers`, or None")
         if join_query is not None and not callable(join_query):
             refuse("SparseMLAAttention", "join_query", describe(join_query), "a function of three tensors, or None")
-        registry = get_registry() if registry is None else registry
-        self.facts = registry.facts(self.device)
         layer_registry = LayerRegistry(registry, backend)
+        self.facts = layer_registry.facts(self.device)
         self.route_decision: RouteDecision = choose_route(spec, self.facts, layer_registry)
         verdict = self.route_decision.verdict  # raises where there is none
         self.route = verdict.route
@@ -114,7 +111,6 @@ class SparseMLAAttention:
             torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
         )
         self._accelerator = accelerator(self.device)
-        self._index = self._accelerator.index  # -1 for a CPU
         if attn_sink is not None:
             check_sink("SparseMLAAttention", spec, attn_sink, self.device)
         self._attn_sink = attn_sink
@@ -173,7 +169,7 @@ class SparseMLAAttention:
             self._check.no_rope(k_pe)
             k_pe = self._no_rope.expand(k_pe.shape[0], -1)
         self._check.write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
-        if self._on_other_device():
+        if not self._accelerator.is_current():
             with self._accelerator.guard():
                 self._write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
         else:
@@ -209,7 +205,7 @@ class SparseMLAAttention:
         Graph-safe for uniform decode batches, with `out` (and `lse_out`) given and `spec.graph`: no look-up, allocation or
         read-back.
         """
-        if self._on_other_device():
+        if not self._accelerator.is_current():
             with self._accelerator.guard():
                 return self.forward(q, kv_cache, topk_indices, plan, attn_sink=attn_sink, out=out, lse_out=lse_out)
         if attn_sink is None:
@@ -285,7 +281,3 @@ class SparseMLAAttention:
         """The parts of a plan on this layer's buffers. Raises: PlanMismatch, InvalidArgument for what is no plan for them."""
         self._check.plan(plan)
         return self.buffers.step(plan, decodes=self._bound.decodes(plan))
-
-    def _on_other_device(self) -> bool:
-        """Another device than the layer's is the current one, on which kernels are launched."""
-        return self._index >= 0 and self._accelerator.current_index() != self._index

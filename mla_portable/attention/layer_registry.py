@@ -11,10 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from mla_portable.contracts import Decision, Implementation, InvalidArgument, Primitive, Reason, Request, ScheduleKind
+import torch
+
+from mla_portable.contracts import (
+    Decision,
+    DeviceFacts,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    Reason,
+    Request,
+    ScheduleKind,
+)
 from mla_portable.contracts.primitive import F
+from mla_portable.contracts.values import check_type
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry
+from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.names import AUTO, check_backend
 from mla_portable.registry.policy import ARGUMENT, DEFAULT, Rule, active_rules
 
@@ -29,20 +41,32 @@ BackendChoice = str | Mapping[str, str] | None
 class LayerRegistry:
     """Asks the registry, with the forced backend of each primitive."""
 
-    def __init__(self, registry: Registry, backend: BackendChoice, *, probe: bool = True) -> None:
-        """probe: False decides by declarations and `check`, and computes nothing.
-
-        Raises: InvalidArgument when a mapping names something that is no primitive, or a backend is no name.
+    def __init__(
+        self, registry: Registry | None, backend: BackendChoice, *, probe: bool = True, where: str = "SparseMLAAttention"
+    ) -> None:
         """
-        self._registry, self._probe = registry, probe
+        Args:
+            registry: None for the process's own. probe: False decides by declarations and `check`, and computes nothing.
+            where: the layer's class, for messages.
+        Raises: InvalidArgument for what is no registry, a mapping that names something that is no primitive, and a backend that
+            is no name.
+        """
+        if registry is not None:
+            check_type(where, "registry", registry, Registry, "a Registry, or None for the process's own")
+        self._registry = get_registry() if registry is None else registry
+        self._probe = probe
         names = [str(primitive) for primitive in Primitive.all()]
         for name in backend if isinstance(backend, Mapping) else ():
             if name not in names:
                 expected = f"keys among {', '.join(names)}"
-                raise InvalidArgument("SparseMLAAttention", "backend", got=repr(name), expected=expected)
+                raise InvalidArgument(where, "backend", got=repr(name), expected=expected)
         for name in backend.values() if isinstance(backend, Mapping) else (backend,):
-            check_backend(name, "SparseMLAAttention")
+            check_backend(name, where)
         self._backend = backend
+
+    def facts(self, device: torch.device) -> DeviceFacts:
+        """What the registry knows about a device."""
+        return self._registry.facts(device)
 
     def _argument(self, primitive: Primitive) -> str | None:
         if isinstance(self._backend, Mapping):

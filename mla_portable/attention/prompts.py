@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
+from mla_portable.attention.checks import check_layer_cache
 from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import Decision, DeviceFacts, PlanMismatch, Request
-from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.rules import check_dense, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import INT32_MAX, check_count, check_fields, check_type, describe, device_of, refuse
 from mla_portable.planner.prompts import KeyPart, PromptPlan
 from mla_portable.primitives import (
@@ -35,7 +36,7 @@ from mla_portable.primitives import (
     MERGE_STATES,
     PACK_SELECTION,
 )
-from mla_portable.registry import Registry, get_registry
+from mla_portable.registry import Registry
 
 Project = Callable[[Tensor], Tensor]
 """The up-projection, `kv_b_proj` of a model: latent [N, 512] bf16 -> [N, H * (P + V)] bf16, for each head its P columns of the
@@ -133,9 +134,8 @@ class PromptAttention:
         check_count(_CLASS, "key_rows", rows, spec.max_num_tokens, INT32_MAX)
         self.spec, self.head_dims, self.key_rows = spec, head_dims, rows
         self.device = device_of(_CLASS, device)
-        registry = get_registry() if registry is None else registry
-        facts, layers = registry.facts(self.device), LayerRegistry(registry, backend)
-        named = prompt_requests(spec, head_dims, facts)
+        layers = LayerRegistry(registry, backend, where=_CLASS)
+        named = prompt_requests(spec, head_dims, layers.facts(self.device))
         attend, gather, pack, merge = (named[each] for each in ("dense", "gather", "pack", "merge"))
         self.decisions: dict[str, Decision] = {name: layers.decide(request) for name, request in named.items()}
         self._attention = {
@@ -167,8 +167,8 @@ class PromptAttention:
         kv_c: Tensor,
         k_pe: Tensor,
         project: Project,
-        kv_cache: Tensor,
-        topk_indices: Tensor,
+        kv_cache: Tensor | None,
+        topk_indices: Tensor | None,
         plan: PromptPlan,
         *,
         out: Tensor | None = None,
@@ -178,19 +178,21 @@ class PromptAttention:
         Args:
             q: [T, H, P + R] bf16, before any product with W_UK, rope applied. kv_c: [T, 512] bf16, the new tokens' latent rows,
                 normed. k_pe: [T, R] bf16, their rotary part. project: the layer's up-projection.
-            kv_cache: [blocks, block_size, row width] of `spec.layout`, read for the context alone.
+            kv_cache: [blocks, block_size, row width] of `spec.layout`, read for the context alone; None where there is none.
             topk_indices: [T or more, K] int32, positions in each token's request, negative = absent; read where the plan is
-                masked.
-            plan: of `plan_prompts` for these prompts, with this object's `key_rows` and the spec's `topk`.
-            out: [T, H, V] bf16, written.
+                masked, else it may be None.
+            plan: of `plan_prompts` for these prompts, with this object's `key_rows` and the `topk` of the model's indexer: a
+                token that sees no more keys selects all of them. That is the spec's where its lists are no wider.
+            out: [T, H, V] bf16, written; it overlaps no input.
         Returns: out. A token that selects no key has out = 0.
-        Raises: InvalidArgument and PlanMismatch, before anything runs. Allocates (`scratch_bytes`); not to be captured.
+        Raises: InvalidArgument and PlanMismatch, before anything runs; InvalidArgument for what `project` returns, before
+            anything is written to `out`. Allocates (`scratch_bytes`); not to be captured.
         """
         out = self._check(q, kv_c, k_pe, project, kv_cache, topk_indices, plan, out)
         if plan.num_tokens == 0:
             return out
         with self._accelerator.guard():
-            topk = topk_indices[: plan.num_tokens]
+            topk = topk_indices[: plan.num_tokens] if topk_indices is not None and plan.masked else None
             *earlier, last = plan.parts
             if not earlier:
                 self._attend(q, *self._keys(kv_c, k_pe, project, kv_cache, plan, last), topk, plan, last, out, None)
@@ -209,10 +211,11 @@ class PromptAttention:
     __call__ = forward
 
     def _keys(
-        self, kv_c: Tensor, k_pe: Tensor, project: Project, kv_cache: Tensor, plan: PromptPlan, part: KeyPart
+        self, kv_c: Tensor, k_pe: Tensor, project: Project, kv_cache: Tensor | None, plan: PromptPlan, part: KeyPart
     ) -> tuple[Tensor, Tensor]:
         """k [N, H, P + R] and v [N, H, V] of a part's N keys."""
         if part.num_context:
+            assert kv_cache is not None  # _check refuses a plan with contexts otherwise
             width = kv_c.shape[1]
             rows = kv_c.new_empty((part.num_keys, self.spec.layout.key_width))
             self._gather(kv_cache, plan.block_table, part.seq_lens, part.workspace_starts, out=rows)
@@ -222,16 +225,33 @@ class PromptAttention:
                     rows[:, width:].index_copy_(0, part.new_rows, k_pe)
             kv_c, k_pe = rows[:, :width], rows[:, width:]
         dims = self.head_dims
-        projected = project(kv_c).view(len(kv_c), self.spec.num_heads, dims.nope + dims.value)
+        projected = self._projected(project(kv_c), len(kv_c)).view(len(kv_c), self.spec.num_heads, dims.nope + dims.value)
         own, value = projected[..., : dims.nope], projected[..., dims.nope :]
         return own if self._concat is None else self._concat(own, k_pe), value
 
+    def _projected(self, value: Any, rows: int) -> Tensor:
+        """What `project` returned for so many rows. Raises: InvalidArgument."""
+        name, width = "project(rows)", self.spec.num_heads * (self.head_dims.nope + self.head_dims.value)
+        if isinstance(value, tuple):
+            remedy = "Pass a function that returns its first element: a Linear of an engine returns (output, bias)."
+            refuse(_WHERE, name, "a tuple", f"a tensor [{rows}, {width}] bfloat16", remedy)
+        check_tensor(_WHERE, name, value, torch.bfloat16, (rows, width), self.device, "[N, H * (P + V)]")
+        return value
+
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, topk: Tensor, plan: PromptPlan, part: KeyPart, out: Tensor, lse: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        topk: Tensor | None,
+        plan: PromptPlan,
+        part: KeyPart,
+        out: Tensor,
+        lse: Tensor | None,
     ) -> None:
         """Attention to a part of the keys."""
         selection = None
-        if plan.masked:
+        if topk is not None:
             selection = self._pack(topk, width=max(1, part.max_key_len), starts=part.first_positions)
         self._attention[plan.masked, len(plan.parts) > 1](
             q,
@@ -254,8 +274,8 @@ class PromptAttention:
         kv_c: Tensor,
         k_pe: Tensor,
         project: Project,
-        kv_cache: Tensor,
-        topk_indices: Tensor,
+        kv_cache: Tensor | None,
+        topk_indices: Tensor | None,
         plan: PromptPlan,
         out: Tensor | None,
     ) -> Tensor:
@@ -272,11 +292,12 @@ class PromptAttention:
         latent = spec.layout.value_width
         check_tensor(_WHERE, "kv_c", kv_c, torch.bfloat16, (tokens, latent), device, f"[T, {latent}]")
         check_tensor(_WHERE, "k_pe", k_pe, torch.bfloat16, (tokens, dims.rope), device, f"[T, {dims.rope}]")
-        if any(part.num_context for part in plan.parts):
-            layout = check_cache(_WHERE, "kv_cache", kv_cache, device)[0]
-            if layout is not spec.layout or kv_cache.shape[1] != spec.block_size:
-                got = f"{layout.name}, block_size {kv_cache.shape[1]}"
-                refuse(_WHERE, "kv_cache", got, f"{spec.kv_layout}, block_size {spec.block_size}")
+        if plan.block_table.device != device:
+            raise PlanMismatch(f"{_WHERE}: the layer is on {device}, the plan was made on {plan.block_table.device}.")
+        if plan.max_context_len:
+            self._check_context(kv_cache, plan)
+        elif kv_cache is not None:
+            check_dense(_WHERE, "kv_cache", kv_cache, "or None: the plan has no context")
         if plan.masked:
             rows = max(shape_of(_WHERE, "topk_indices", topk_indices, 2, "[T or more, K]")[0], tokens)
             check_tensor(_WHERE, "topk_indices", topk_indices, torch.int32, (rows, spec.topk), device, "[T or more, K]")
@@ -284,5 +305,19 @@ class PromptAttention:
         if out is None:
             return torch.empty(shape, dtype=torch.bfloat16, device=device)
         check_tensor(_WHERE, "out", out, torch.bfloat16, shape, device, f"[T, H, {dims.value}]")
-        check_disjoint(_WHERE, {"out": out}, {"q": q, "kv_c": kv_c, "k_pe": k_pe, "kv_cache": kv_cache}, {})
+        read = {"q": q, "kv_c": kv_c, "k_pe": k_pe, "kv_cache": kv_cache, "topk_indices": topk_indices if plan.masked else None}
+        check_disjoint(_WHERE, {"out": out}, read)
         return out
+
+    def _check_context(self, kv_cache: Tensor | None, plan: PromptPlan) -> None:
+        """The cache is as the spec says, and the plan's block table holds the contexts."""
+        if kv_cache is None:
+            refuse(_WHERE, "kv_cache", "None", f"the cache, which has contexts of up to {plan.max_context_len} tokens")
+        check_layer_cache(_WHERE, "kv_cache", kv_cache, self.spec, self.device)
+        held = plan.block_table.shape[1] * self.spec.block_size
+        if plan.max_context_len > held:
+            got, expected = (
+                f"a context of {plan.max_context_len} tokens",
+                f"at most {held}, the tokens that its block table holds",
+            )
+            refuse(_WHERE, "plan", got, expected, "Give plan_prompts a block table with more columns.")

@@ -14,13 +14,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple
+from typing import Final, Generic, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention.bound_route import skips_missing_keys
+from mla_portable.attention.checks import check_layer_cache, check_layer_rows, check_sink
 from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.route_decision import RouteDecision, RoutePart
 from mla_portable.attention.routes import choose_route
@@ -35,12 +36,30 @@ from mla_portable.contracts import (
     neutral_defaults,
 )
 from mla_portable.contracts.primitive import F, Primitive
+from mla_portable.contracts.rules import check_dense
 from mla_portable.contracts.second_cache import second_cache
-from mla_portable.contracts.values import check_type, describe, device_of, refuse
+from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
+from mla_portable.contracts.values import check_count, check_scale, check_type, describe, device_of, refuse
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparsePrefill
-from mla_portable.primitives.sparse_decode import check as check_decode
-from mla_portable.primitives.sparse_prefill import check as check_prefill
-from mla_portable.registry import Registry, get_registry
+from mla_portable.registry import Registry
+
+TENSORS: Final = TensorTable(
+    "SlotAttention.forward",
+    {
+        "q": Axes("T H key", torch.bfloat16),
+        "kv": Checked(),
+        "slots": Axes("T K", torch.int32, not_empty="K"),
+        "lengths": Axes("T", torch.int32, optional=True),
+        "attn_sink": Axes("H", torch.float32, optional=True),
+        "extra_kv_cache": Checked(optional=True),
+        "extra_slots": Axes("T E", torch.int32, optional=True, not_empty="E"),
+        "extra_lengths": Axes("T", torch.int32, optional=True),
+        "out": Axes("T H value", torch.bfloat16, optional=True, written=True),
+    },
+    given="H key value",
+)
+_MOST_WIDTHS: Final = 4
+"""Pairs of list widths that schedules are kept for, the spec's among them: each pair has scratch of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +102,8 @@ class SlotAttention:
     """Attention over given slots. Not thread-safe: its decode calls share scratch, so they follow one another on one stream.
 
     Attributes:
-        spec, device: as built. A row counts as a request, so `spec.max_num_reqs` bounds the rows of a decode batch.
+        spec, device: as built, the device with its index; calls run there, whether or not it is the current device. A row
+            counts as a request, so `spec.max_num_reqs` bounds the rows of a decode batch.
         facts: `DeviceFacts` of the device. route_decision: what serves, and why.
     """
 
@@ -112,10 +132,9 @@ class SlotAttention:
             raise InvalidArgument("SlotAttention", "spec.share", got=spec.share, expected="the whole of each sequence")
         self.spec = spec
         self.device = device_of("SlotAttention", device)
-        registry = get_registry() if registry is None else registry
-        self.facts = registry.facts(self.device)
+        demand = LayerRegistry(registry, backend, where="SlotAttention")
+        self.facts = demand.facts(self.device)
         self._accelerator = accelerator(self.device)
-        demand = LayerRegistry(registry, backend)
         self.route_decision = choose_slot_route(spec, self.facts, demand)
         verdict = self.route_decision.verdict  # raises where there is none
         decoding = sorted((p for p in verdict.parts if p.role == "decode"), key=lambda part: part.most_rows is None)
@@ -142,17 +161,19 @@ class SlotAttention:
         )
         self._planners: dict[tuple[int, int], SchedulePlanner] = {}
         self._schedules: dict[tuple[int, int, int], DecodeSchedule] = {}
-        with neutral_defaults():
+        with neutral_defaults(), self._accelerator.guard():
             if self._kind is not None:
                 self._planner(self._kind, spec.topk, spec.extra_topk)
             # what is not asked for is written all the same
             self._lse = torch.empty((spec.max_num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
 
-    def _planner(self, kind: ScheduleKind, topk: int, extra_topk: int) -> SchedulePlanner:
-        """Of the schedules for lists of these widths."""
-        if (topk, extra_topk) not in self._planners:
-            self._planners[topk, extra_topk] = kind.planner(replace(self._limits, topk=topk, extra_topk=extra_topk))
-        return self._planners[topk, extra_topk]
+    def _planner(self, kind: ScheduleKind, topk: int, extra_topk: int) -> SchedulePlanner | None:
+        """Of the schedules for lists of these widths; None where schedules are kept for as many other widths as may be."""
+        found = self._planners.get((topk, extra_topk))
+        if found is None and len(self._planners) < _MOST_WIDTHS:
+            found = kind.planner(replace(self._limits, topk=topk, extra_topk=extra_topk))
+            self._planners[topk, extra_topk] = found
+        return found
 
     def explain(self) -> str:
         """What serves decode and prefill rows, with the reasons against the others."""
@@ -164,15 +185,25 @@ class SlotAttention:
         Numbers that no schedule is made for are passed over. A shape that was prepared before costs a look-up.
 
         Args:
-            topk, extra_topk: widths of the batch's lists where they are not the spec's. New widths allocate scratch.
+            topk, extra_topk: widths of the batch's lists where they are not the spec's. New widths allocate scratch, so
+                schedules are kept for the spec's and the first few others; in calls of any others the implementation makes one
+                for the call alone, as it does for shapes that are captured unprepared.
+        Raises: InvalidArgument.
         """
-        spec = self.spec
+        spec, where = self.spec, "SlotAttention.prepare"
+        check_count(where, "num_rows", num_rows, 0)
+        if topk is not None:
+            check_count(where, "topk", topk, 1, spec.topk)
+        if extra_topk is not None:
+            check_count(where, "extra_topk", extra_topk, min(1, spec.extra_topk), spec.extra_topk)
         widths = spec.topk if topk is None else topk, spec.extra_topk if extra_topk is None else extra_topk
         shape = (num_rows, *widths)
         if self._kind is None or not 0 < num_rows <= spec.max_num_reqs or shape in self._schedules:
             return
-        with neutral_defaults():
-            self._schedules[shape] = self._planner(self._kind, *widths).get(num_rows, 1)
+        with neutral_defaults(), self._accelerator.guard():
+            planner = self._planner(self._kind, *widths)
+            if planner is not None:
+                self._schedules[shape] = planner.get(num_rows, 1)
 
     def forward(
         self,
@@ -192,54 +223,74 @@ class SlotAttention:
         """Attention of rows over the slots that they name.
 
         Args:
-            q: [T, H, V + R] bf16. slots: [T, K] int32, negative or past the cache = absent; duplicates count each time.
-            kv: the paged cache [blocks, block_size, row width] of a quantised layout, else rows [W, row width]: a flat cache or
-                a workspace. Slots of rows that are no whole number of blocks are served as prefills.
+            q: [T, H, V + R] bf16. slots: [T, K] int32, K up to `spec.topk`, negative or past the cache = absent; duplicates
+                count each time.
+            kv: a paged cache [blocks, block_size, row width] of the spec's layout. Without scales also rows [W, row width]: a
+                flat cache or a workspace; where these are no whole number of blocks, all calls are served as prefills.
             softmax_scale: factor on q.k. decodes: the rows are a decode batch, one to a few tokens of each request.
             lengths: [T] int32: from there on every slot of a row is absent. Implementations that are faster for it read only so
                 many; the others read all. None where that is not known. attn_sink: [H] float32, where `spec.attn_sink`.
-            extra_kv_cache, extra_slots, extra_lengths: where `spec.extra_topk`, a second paged cache of the layout, its slots
-                [T, E] int32, E up to that, and [T] int32 as `lengths`, given where those are. A row attends to both lists.
+            extra_kv_cache, extra_slots, extra_lengths: where `spec.extra_topk`, a second cache as `kv`, in blocks of
+                `spec.extra_block_size`, its slots [T, E] int32, E up to `spec.extra_topk`, and [T] int32 as `lengths`, given
+                where those are. A row attends to both lists.
             out: [T, H, V] bf16, written; it overlaps no input. None for a fresh one, which some kernels make themselves: then
                 nothing is copied.
         Returns: `out`. A row without a valid slot has zeros.
-        Raises: InvalidArgument before anything runs.
+        Raises: InvalidArgument for what does not fit the spec, before anything runs.
         Graph-safe for decode batches that were prepared: no look-up in the registry and no read-back.
         """
-        num_tokens, second = q.shape[0], _Second(extra_kv_cache, extra_slots, extra_lengths)
-        if (extra_kv_cache is None) == bool(self.spec.extra_topk):
-            given = "None" if extra_kv_cache is None else "a tensor"
-            refuse("SlotAttention", "extra_kv_cache", given, f"what spec.extra_topk = {self.spec.extra_topk} says")
-        if (lengths is None) != (extra_lengths is None) and extra_kv_cache is not None:
-            refuse("SlotAttention", "extra_lengths", describe(extra_lengths), "given where `lengths` are, and only there")
-        layout, block_size = self.spec.layout, self.spec.block_size
-        decodes = decodes and num_tokens <= self.spec.max_num_reqs
-        paged = layout.is_quantized or kv.shape[0] % block_size == 0
-        if self._prefill is None or (decodes and paged and self._decoders):
-            if not paged:
-                refuse(
-                    "SlotAttention", "kv", f"{kv.shape[0]} rows", f"a multiple of {block_size}: sparse_decode serves all rows"
+        if not self._accelerator.is_current():
+            with self._accelerator.guard():
+                return self.forward(
+                    q,
+                    kv,
+                    slots,
+                    softmax_scale=softmax_scale,
+                    decodes=decodes,
+                    lengths=lengths,
+                    attn_sink=attn_sink,
+                    extra_kv_cache=extra_kv_cache,
+                    extra_slots=extra_slots,
+                    extra_lengths=extra_lengths,
+                    out=out,
                 )
-            cache = kv if layout.is_quantized else kv.view(-1, block_size, layout.row_width)
-            return self._decode(q, cache, slots, softmax_scale, lengths, attn_sink, second, out)
+        spec, second = self.spec, _Second(extra_kv_cache, extra_slots, extra_lengths)
+        if not isinstance(q, Tensor) or q.device != self.device:  # pyright: ignore[reportUnnecessaryIsInstance]
+            self._refuse_query(q)
+        paged, rows = self._forms("kv", kv, spec.block_size)
+        more, more_rows = self._second_forms(second, lengths)
+        sizes = {"H": spec.num_heads, "key": spec.query_width, "value": spec.layout.value_width}
+        TENSORS.check((q, kv, slots, lengths, attn_sink, *second, out), sizes)
+        check_scale(TENSORS.where, "softmax_scale", softmax_scale)
+        num_tokens, extra_topk = sizes["T"], 0 if extra_slots is None else sizes["E"]
+        if sizes["K"] > spec.topk or extra_topk > spec.extra_topk or (attn_sink is None) == spec.attn_sink:
+            self._refuse_numbers(sizes["K"], extra_topk, attn_sink)
+        if num_tokens == 0:
+            return self._empty(q) if out is None else out
+        decodes = decodes and num_tokens <= spec.max_num_reqs
+        in_blocks = paged is not None and (extra_kv_cache is None or more is not None)
+        if self._prefill is None or (decodes and in_blocks and self._decoders):
+            if paged is None or not in_blocks:
+                second_at = "extra_kv_cache", extra_kv_cache, spec.extra_block_size
+                name, cache, size = ("kv", kv, spec.block_size) if paged is None else second_at
+                refuse(TENSORS.where, name, describe(cache), f"a multiple of {size} rows: sparse_decode serves all calls")
+            schedule = self._schedule(num_tokens, sizes["K"], extra_topk)
+            second = _Second(more, extra_slots, extra_lengths)
+            return self._decode(q, paged, slots, softmax_scale, lengths, attn_sink, second, schedule, out)
         lse = self._lse_of(num_tokens)
-        check_prefill(q, kv, slots, softmax_scale, lengths, attn_sink, *second, out, lse)
-        self._check_sink(attn_sink)
-        call, lengths, more = self._prefill.take(lengths, second)
-        if num_tokens:
-            result, _ = call(
-                q,
-                kv,
-                slots,
-                softmax_scale=softmax_scale,
-                lengths=lengths,
-                attn_sink=attn_sink,
-                out=out,
-                lse_out=lse,
-                **more,
-            )
-            return result if out is None else out
-        return self._empty(q) if out is None else out
+        call, lengths, keywords = self._prefill.take(lengths, _Second(more_rows, extra_slots, extra_lengths))
+        result, _ = call(
+            q,
+            rows,
+            slots,
+            softmax_scale=softmax_scale,
+            lengths=lengths,
+            attn_sink=attn_sink,
+            out=out,
+            lse_out=lse,
+            **keywords,
+        )
+        return result if out is None else out
 
     def _decode(
         self,
@@ -250,51 +301,78 @@ class SlotAttention:
         lengths: Tensor | None,
         attn_sink: Tensor | None,
         second: _Second,
+        schedule: DecodeSchedule | None,
         out: Tensor | None,
     ) -> Tensor:
-        num_rows, extra_topk = q.shape[0], 0 if second.slots is None else second.slots.shape[-1]
-        schedule = self._schedule(num_rows, slots.shape[-1], extra_topk)
-        rows, indices, second = q.unsqueeze(1), slots.unsqueeze(1), second.tokens()
+        num_rows, lse = q.shape[0], self._lse_of(q.shape[0])
         counts = None if lengths is None else lengths.unsqueeze(1)
-        lse = self._lse_of(num_rows)
-        lse_out = None if lse is None else lse.unsqueeze(1)
-        written = None if out is None else out.unsqueeze(1)
-        check_decode(rows, cache, indices, scale, counts, attn_sink, *second, schedule, written, lse_out)
-        self._check_sink(attn_sink)
-        call, counts, more = self._decoders[bisect_left(self._most_rows, num_rows)].take(counts, second)
-        if num_rows:
-            result, _ = call(
-                rows,
-                cache,
-                indices,
-                softmax_scale=scale,
-                lengths=counts,
-                attn_sink=attn_sink,
-                schedule=schedule,
-                out=written,
-                lse_out=lse_out,
-                **more,
-            )
-            return result.squeeze(1) if out is None else out
-        return self._empty(q) if out is None else out
+        call, counts, keywords = self._decoders[bisect_left(self._most_rows, num_rows)].take(counts, second.tokens())
+        result, _ = call(
+            q.unsqueeze(1),
+            cache,
+            slots.unsqueeze(1),
+            softmax_scale=scale,
+            lengths=counts,
+            attn_sink=attn_sink,
+            schedule=schedule,
+            out=None if out is None else out.unsqueeze(1),
+            lse_out=None if lse is None else lse.unsqueeze(1),
+            **keywords,
+        )
+        return result.squeeze(1) if out is None else out
+
+    def _forms(self, name: str, cache: Tensor, block_size: int) -> tuple[Tensor | None, Tensor]:
+        """A cache as sparse_decode reads it, None where rows are no whole number of blocks, and as sparse_prefill does."""
+        spec, layout = self.spec, self.spec.layout
+        quantised = layout.is_quantized
+        if quantised or (isinstance(cache, Tensor) and cache.dim() == 3):  # pyright: ignore[reportUnnecessaryIsInstance]
+            flat = not quantised and self._prefill is not None
+            check_layer_cache(TENSORS.where, name, cache, spec, self.device, block_size=block_size, flat=flat)
+            return cache, cache.view(-1, layout.row_width) if flat else cache
+        check_layer_rows(TENSORS.where, name, cache, spec, self.device)
+        in_blocks = len(cache) % block_size == 0
+        return cache.view(-1, block_size, layout.row_width) if in_blocks else None, cache
+
+    def _second_forms(self, second: _Second, lengths: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Of the second cache, which is there where the spec says so, with its slots and, where `lengths` are, its lengths."""
+        where, spec = TENSORS.where, self.spec
+        if (second.cache is None) == bool(spec.extra_topk):
+            refuse(where, "extra_kv_cache", describe(second.cache), f"what spec.extra_topk = {spec.extra_topk} says")
+        if second.cache is None:
+            for name, given in (("extra_slots", second.slots), ("extra_lengths", second.lengths)):
+                if given is not None:
+                    refuse(where, name, describe(given), "None without extra_kv_cache")
+            return None, None
+        if second.slots is None:
+            refuse(where, "extra_slots", "None", "slots of extra_kv_cache")
+        if (lengths is None) != (second.lengths is None):
+            refuse(where, "extra_lengths", describe(second.lengths), "given where `lengths` are, and only there")
+        return self._forms("extra_kv_cache", second.cache, spec.extra_block_size or 1)
+
+    def _refuse_query(self, q: Tensor) -> NoReturn:
+        check_dense(TENSORS.where, "q", q, f"[T, H, {self.spec.query_width}]")
+        refuse(TENSORS.where, "q", f"a tensor on {q.device}", f"one on {self.device}, the layer's device")
+
+    def _refuse_numbers(self, topk: int, extra_topk: int, attn_sink: Tensor | None) -> NoReturn:
+        spec = self.spec
+        check_sink(TENSORS.where, spec, attn_sink, self.device)
+        name, got, most = ("slots", topk, spec.topk) if topk > spec.topk else ("extra_slots", extra_topk, spec.extra_topk)
+        remedy = f"Build the layer with {'extra_topk' if name == 'extra_slots' else 'topk'}={got}."
+        refuse(TENSORS.where, name, f"lists of {got}", f"at most {most}, as in the spec", remedy)
 
     def _schedule(self, num_rows: int, topk: int, extra_topk: int) -> DecodeSchedule | None:
         """That of a decode batch; None where the implementation takes none, or makes one for the call alone."""
-        if self._kind is None or not 0 < num_rows <= self.spec.max_num_reqs or topk == 0:  # lists without slots are refused
+        if self._kind is None or num_rows > self.spec.max_num_reqs:
             return None
         schedule = self._schedules.get((num_rows, topk, extra_topk))
         if schedule is None and not self._accelerator.is_capturing():
             self.prepare(num_rows, topk, extra_topk)
-            schedule = self._schedules[num_rows, topk, extra_topk]
+            schedule = self._schedules.get((num_rows, topk, extra_topk))
         return schedule
 
     def _lse_of(self, num_rows: int) -> Tensor | None:
         """Scratch for so many rows; None where they are more than the spec's, and the call allocates."""
         return self._lse[:num_rows] if num_rows <= self.spec.max_num_tokens else None
-
-    def _check_sink(self, attn_sink: Tensor | None) -> None:
-        if attn_sink is not None and not self.spec.attn_sink:
-            raise InvalidArgument("SlotAttention", "attn_sink", got="a tensor", expected="None, as spec.attn_sink is False")
 
     def _empty(self, q: Tensor) -> Tensor:
         shape = (*q.shape[:2], self.spec.layout.value_width)

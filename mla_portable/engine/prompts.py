@@ -75,4 +75,5 @@ def plan_where_faster(
     counts = Counts.of(query_lens, seq_lens, topk, attention.key_rows)
     if times.saves(counts, masked=masked) <= (LEAST_SAVED if least is None else least):
         return None
-    return plan_prompts(query_lens, seq_lens, block_table, topk=topk, key_rows=attention.key_rows)
+    sizes = {"key_rows": attention.key_rows, "block_size": attention.spec.block_size}
+    return plan_prompts(query_lens, seq_lens, block_table, topk=topk, **sizes)

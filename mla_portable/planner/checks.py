@@ -83,7 +83,7 @@ def check_lengths(
     if int(_or((seq_lens - query_lens) | (longest - seq_lens))) < 0:
         wrong = (seq_lens < query_lens) | (seq_lens > max_model_len)
         if not wrong.any():
-            _check_table(query_lens, seq_lens, table_tokens)
+            check_table(_WHERE, "seq_lens", np.where(np.asarray(query_lens) > 0, seq_lens, 0), table_tokens)
             return
         first = int(wrong.argmax())
         least = query_lens if isinstance(query_lens, int) else int(query_lens[first])
@@ -95,14 +95,19 @@ def check_lengths(
         )
 
 
-def _check_table(query_lens: npt.NDArray[np.int32] | int, seq_lens: npt.NDArray[np.int32], table_tokens: int) -> None:
-    """No request with query tokens has a sequence that is longer than its row of the block table."""
-    wrong = (seq_lens > table_tokens) & (np.asarray(query_lens) > 0)
-    if wrong.any():
-        first = int(wrong.argmax())
-        got = f"{int(seq_lens[first])} for request {first}"
+def check_table(where: str, argument: str, lengths: npt.NDArray[np.int32], table_tokens: int) -> None:
+    """The block table names a block for every token of a request that the cache holds.
+
+    Args:
+        argument: what has the lengths, for messages. lengths: [R], such tokens. table_tokens: that a row of the block table
+            holds.
+    Raises: InvalidArgument, naming the first request at fault.
+    """
+    if lengths.max(initial=0) > table_tokens:
+        first = int((lengths > table_tokens).argmax())
+        got = f"{int(lengths[first])} for request {first}"
         expected = f"at most {table_tokens}, the tokens that a row of the block table holds"
-        _refuse("seq_lens", got, expected, "Give a block table with more columns.")
+        raise InvalidArgument(where, argument, got=got, expected=expected, remedy="Give a block table with more columns.")
 
 
 def _check_host(name: str, value: object, shape: str) -> None:

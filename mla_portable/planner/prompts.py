@@ -19,6 +19,7 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts.rules import check_tensor, shape_of
 from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse
+from mla_portable.planner.checks import check_table
 
 _WHERE = "plan_prompts"
 
@@ -53,7 +54,7 @@ class PromptPlan:
     """What every layer of a step does for its R prompts with T new tokens. The tensors are the plan's own.
 
     Attributes:
-        num_tokens: T. max_query_len: new tokens of the longest request.
+        num_tokens: T. max_query_len: new tokens of the longest request. max_context_len: tokens of the longest context.
         masked: tokens attend to their selection; else to all that they see, as the selection is all of that.
         query_start_loc: [R + 1] int32. block_table: [R, columns] int32.
         parts: of the keys, in order; the last one has the new tokens.
@@ -61,19 +62,31 @@ class PromptPlan:
 
     num_tokens: int
     max_query_len: int
+    max_context_len: int
     masked: bool
     query_start_loc: Tensor
     block_table: Tensor
     parts: tuple[KeyPart, ...]
 
 
-def plan_prompts(query_lens: Lengths, seq_lens: Lengths, block_table: Tensor, *, topk: int, key_rows: int) -> PromptPlan:
+def plan_prompts(
+    query_lens: Lengths,
+    seq_lens: Lengths,
+    block_table: Tensor,
+    *,
+    topk: int,
+    key_rows: int,
+    block_size: int | None = None,
+) -> PromptPlan:
     """Plan the prompts of one step. One copy to the device of `block_table`, from page-locked memory where there is such.
 
     Args:
         query_lens: [R] int32 on the host, new tokens. seq_lens: [R] int32 on the host, context and new tokens.
         block_table: [R or more, columns] int32, of the cache that has the context.
-        topk: keys that a token selects. key_rows: keys that are projected at a time, at least the new tokens.
+        topk: a token that sees no more keys selects all of them. Where an indexer's lists are wider than what it selects at
+            most, as those of pooled keys are, it is not their width.
+        key_rows: keys that are projected at a time, at least the new tokens.
+        block_size: of that cache, in tokens: contexts are held against the table. None leaves that to PromptAttention.
     Raises: InvalidArgument.
     """
     check_count(_WHERE, "topk", topk, 1, INT32_MAX)
@@ -87,6 +100,9 @@ def plan_prompts(query_lens: Lengths, seq_lens: Lengths, block_table: Tensor, *,
     check_tensor(_WHERE, "block_table", block_table, torch.int32, shape, block_table.device, "[R or more, columns]")
 
     context_lens = seq_lens - query_lens
+    if block_size is not None:
+        check_count(_WHERE, "block_size", block_size, 1, INT32_MAX)
+        check_table(_WHERE, "seq_lens - query_lens", context_lens, columns * block_size)
     ends = np.cumsum(context_lens, dtype=np.int64)
     begins, total = ends - context_lens, int(ends[-1]) if num_reqs else 0
     before = max(0, total - (key_rows - num_tokens))  # rows of contexts in the parts before the last one
@@ -118,6 +134,7 @@ def plan_prompts(query_lens: Lengths, seq_lens: Lengths, block_table: Tensor, *,
     return PromptPlan(
         num_tokens=num_tokens,
         max_query_len=int(query_lens.max(initial=0)),
+        max_context_len=int(context_lens.max(initial=0)),
         masked=bool(seq_lens.max(initial=0) > topk),
         query_start_loc=sent[query_start_loc],
         block_table=block_table[:num_reqs],

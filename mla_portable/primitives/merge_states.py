@@ -24,8 +24,9 @@ class MergeStates(Protocol):
     """Merge P partial attention results over disjoint key sets (split-KV, context parallelism).
 
     outs [P, ..., D] bf16/fp16/float32, lses [P, ...] float32 natural. out = sum_p exp(lse_p - lse) * out_p with
-    lse = logsumexp_p(lse_p); a part with lse = -inf contributes nothing, whatever its `out` holds; where all are -inf,
-    out = 0 and lse = -inf. out has the dtype of outs.
+    lse = logsumexp_p(lse_p); a part with an infinite lse is empty: it contributes nothing, whatever its `out` holds. That is
+    -inf, and +inf as FlashMLA and FlashAttention return it. Where all parts are empty, out = 0 and lse = -inf. out has the
+    dtype of outs.
     """
 
     def __call__(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -35,8 +36,9 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: str | None = None) -> t
     """Merge P partial attention results over disjoint sets of keys (split-KV, context parallelism).
 
     Args:
-        outs: [P, ..., D] bf16, fp16 or float32. lses: [P, ...] float32, natural logarithm; -inf = nothing in that part,
-            whatever its `outs` hold. backend: see `mla_portable.primitives`.
+        outs: [P, ..., D] bf16, fp16 or float32. lses: [P, ...] float32, natural logarithm; -inf, or +inf as
+            `mla_portable.flash_mla` returns it, = nothing in that part, whatever its `outs` hold.
+        backend: see `mla_portable.primitives`.
     Returns: (out [..., D] in the dtype of outs, lse [...] float32); where all parts are empty, 0 and -inf.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Allocates its results.
     """
@@ -83,8 +85,9 @@ def _merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Write out = sum of w * outs / sum of w and lse = top + log(sum of w), where w = exp(lses - top), top = max of lses.
 
     The divisor is the sum itself: exp(lses - lse) would carry the rounding of lse, a factor of e^0.002 at lse = 3e4.
-    A part with lse = -inf is left out, NaN or not.
+    A part with an infinite lse is left out, NaN or not.
     """
+    lses = lses.masked_fill(lses == torch.inf, -torch.inf)
     top = lses.amax(dim=0) if lses.shape[0] else torch.full_like(lse, -torch.inf)
     top = top.masked_fill(top == -torch.inf, 0.0)
     total = torch.zeros(lse.shape, dtype=torch.float32, device=lse.device)

@@ -40,6 +40,7 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """out [..., D] and lse [...], float64."""
     parts, part_lses = outs.detach().cpu().double(), lses.detach().cpu().double()
+    part_lses = torch.where(part_lses == math.inf, -math.inf, part_lses)  # empty, as FlashMLA says it
     total = torch.zeros(part_lses.shape[1:], dtype=torch.float64, device="cpu")
     out = torch.zeros(parts.shape[1:], dtype=torch.float64, device="cpu")
     top = part_lses.amax(dim=0) if part_lses.shape[0] else total
@@ -64,7 +65,7 @@ class MergeStatesParams(Params):
     Attributes:
         parts: P. shape: a key of SHAPES, [..., D]; "empty" has no rows, "many" MANY_ROWS. dtype: of outs, a key of DTYPES.
         dead: which parts have lse -inf, with NaN in their out: "none"; "some", each part of some rows; "rows", some rows
-            wholly; "mixed", both; "all".
+            wholly; "mixed", both, and the dead ones of part 1 have lse +inf; "all".
         size: "plain"; "large", lse of +-300, past what exp can take; "apart", one part outweighs the others by e^200;
             "huge", lse near 3e4, -3e4 and 1e6, where float32 has steps of up to 0.06.
         inputs: "packed" or "views". heads: of the shape "th".
@@ -103,6 +104,8 @@ class MergeStatesParams(Params):
         elif self.dead == "all":
             dead = ~dead
         lses = lses.masked_fill(dead, -math.inf)
+        if self.dead == "mixed":
+            lses[1].masked_fill_(dead[1], math.inf)
         outs = outs.masked_fill(dead.unsqueeze(-1), math.nan)
         apart = self.inputs == "views"
         args = {"outs": stage.read("outs", outs, strided=apart), "lses": stage.read("lses", lses, strided=apart)}
@@ -129,6 +132,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     yield replace(base, parts=3, size="huge")
     if can_hold_many(facts, level):
         yield replace(base, shape="many")
+    yield replace(base, parts=3, dead="mixed")
     if level != "smoke" and can_capture(implementation, facts):
         yield replace(base, run="graph")
 

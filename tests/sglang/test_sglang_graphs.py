@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """What serves only writes down how it was called, on what claims to be an H200."""
     plugin = Recorder(schedule_kind=SPLIT_KV)
     registry = registry_of(plugin, facts={"cpu": H200})
-    monkeypatch.setattr("mla_portable.attention.slots.get_registry", lambda: registry)
+    monkeypatch.setattr("mla_portable.attention.layer_registry.get_registry", lambda: registry)
     monkeypatch.setattr(serving, "_shared", {})
     return plugin
 
@@ -47,7 +46,7 @@ def capturing(server: serving.Server) -> Iterator[None]:
         for name in READS:
             patches.setattr(torch.Tensor, name, refuse)
         for each in server.attentions:
-            patches.setattr(each, "_accelerator", SimpleNamespace(is_capturing=lambda: True))
+            patches.setattr(each._accelerator, "is_capturing", lambda: True)
         yield
 
 

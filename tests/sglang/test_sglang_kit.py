@@ -83,7 +83,7 @@ def test_lengths_are_given_where_sglang_knows_them():
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_triton_s_kernels_serve(fp8: bool, monkeypatch: pytest.MonkeyPatch):
     registry = Registry(environ={"MLA_PORTABLE_BACKEND": "triton"}, probe=False)
-    monkeypatch.setattr("mla_portable.attention.slots.get_registry", lambda: registry)
+    monkeypatch.setattr("mla_portable.attention.layer_registry.get_registry", lambda: registry)
     monkeypatch.setattr(serving, "_shared", {})
     built = fixture(small(CASES["dsa_sparse_decode_short_prefix_padding"]), fp8_kv_cache=fp8, index_topk=TOPK)
     served = [attention_served_by(each.route_decision) for each in server_of(built.backend).attentions]

@@ -75,7 +75,7 @@ def test_speculative_decoding(mode: str):
 
 def test_triton_s_kernels_serve(monkeypatch: pytest.MonkeyPatch):
     registry = Registry(environ={"MLA_PORTABLE_BACKEND": "triton"}, probe=False)
-    monkeypatch.setattr("mla_portable.attention.slots.get_registry", lambda: registry)
+    monkeypatch.setattr("mla_portable.attention.layer_registry.get_registry", lambda: registry)
     monkeypatch.setattr(serving, "_shared", {})
     for case, kind in ((DECODE, "decode"), (EXTEND, "prefill")):
         built = fixture(case, fp8_kv_cache=True, index_topk=TOPK)

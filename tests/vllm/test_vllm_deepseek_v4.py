@@ -87,6 +87,24 @@ def test_every_token_attends_to_its_window_and_its_compressed_tokens(version: st
     Case(kind, version).check(*BATCHES[batch])
 
 
+@pytest.mark.parametrize("kind", ["window", "selected"])
+def test_lists_that_are_wider_than_the_window_are_served(kind: str):
+    """For images in prompts and for drafts that see one another. Such a list is bound once."""
+    case = Case(kind)
+    step = case.step(*BATCHES["mixed"])
+    wanted, metadata = case.run(step), step.metadata[case.layer.swa_cache_layer.prefix]
+    for name in ("decode_swa_indices", "prefill_swa_indices"):
+        wide = torch.nn.functional.pad(getattr(metadata, name), (0, 64), value=-1)
+        setattr(metadata, name, wide)
+    got = case.run(step)
+    tokens = sum(BATCHES["mixed"][0])
+    torch.testing.assert_close(got[:tokens], wanted[:tokens], rtol=1e-2, atol=8e-3)
+    (bound,) = case.layer._kinds.values()
+    before = bound.attention_of(wide[:, 0])
+    assert before.spec.topk == wide.shape[-1] > bound.attention.spec.topk
+    assert bound.attention_of(wide[:, 0]) is before and bound.attention_of(wide[:, 0, :128]) is bound.attention
+
+
 def test_portable_kernels_serve_as_the_reference_does():
     with use("triton"):
         Case("selected").check([1, 3], [70, 40], 1)

@@ -10,7 +10,7 @@ all        and every compressed token (V4: one for 128); vLLM lists their slots 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -70,7 +70,7 @@ class LayerKind:
     """What serves the layers of a kind.
 
     Attributes:
-        attention: their SlotAttention; `attention.spec` says what the kind is.
+        attention: their SlotAttention, for lists that are as wide as the window; `attention.spec` says what the kind is.
     """
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device, *, selects: bool) -> None:
@@ -79,6 +79,7 @@ class LayerKind:
         Raises: UnsupportedRoute or UnsupportedRequest, with the reasons against every implementation.
         """
         self.attention = SlotAttention(spec, device=device)
+        self._wider: dict[int, SlotAttention] = {}
         self._sizes = limits.sizes
         self._accelerator = accelerator(self.attention.device)
         facts, served = self.attention.facts, [*attention_serving(self.attention.route_decision)]
@@ -103,6 +104,20 @@ class LayerKind:
         logger.info("mla_portable serves DeepSeek-V4's layers on %s, %s: %s", facts, _words(spec), words)
         publish(facts.name, served, logger)
         logger.debug("%s", self.attention.explain())
+
+    def attention_of(self, window: Tensor) -> SlotAttention:
+        """What serves lists of the window [T, K].
+
+        vLLM's are wider than the window for images in a prompt and for drafts that see one another: then it is bound by the
+        first call, which no graph captures.
+        """
+        spec, width = self.attention.spec, window.shape[-1]
+        if width <= spec.topk:
+            return self.attention
+        found = self._wider.get(width)
+        if found is None:
+            found = self._wider[width] = SlotAttention(replace(spec, topk=width), device=self.attention.device)
+        return found
 
     def prepare(self) -> None:
         """Make the schedules of all batches that CUDA graphs are captured for."""

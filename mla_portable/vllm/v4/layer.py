@@ -85,10 +85,11 @@ class ServedLayer(_Base):
                 chosen, requests = self.topk_indices_buffer[:rows], kind.requests(swa_metadata)[:rows]
                 slots, counts = kind.selected_slots(chosen, requests, attn_metadata.block_table, kv_cache)
             extra = {"extra_kv_cache": kv_cache, "extra_slots": slots, "extra_lengths": counts}
-        kind.attention.forward(
+        window = swa_metadata.decode_swa_indices[:, 0]
+        kind.attention_of(window).forward(
             q,
             swa_cache,
-            swa_metadata.decode_swa_indices[:, 0],
+            window,
             softmax_scale=self.scale,
             decodes=True,
             lengths=swa_metadata.decode_swa_lens,
@@ -123,10 +124,11 @@ class ServedLayer(_Base):
                 chosen = self.topk_indices_buffer[begin : begin + rows]
                 slots, counts = kind.selected_slots(chosen, requests, attn_metadata.block_table, compressed_k_cache)
             extra = {"extra_kv_cache": compressed_k_cache, "extra_slots": slots, "extra_lengths": counts}
-        kind.attention.forward(
+        window = swa_metadata.prefill_swa_indices[:rows, 0]
+        kind.attention_of(window).forward(
             q[:rows],
             swa_k_cache,
-            swa_metadata.prefill_swa_indices[:rows, 0],
+            window,
             softmax_scale=self.scale,
             decodes=False,
             lengths=swa_metadata.prefill_swa_lens[:rows],

@@ -4,6 +4,7 @@
     lse = log(sum_p exp(lse_p)),  out = sum_p exp(lse_p - lse) * out_p
 
 A part with lse = -inf is not read, so its `out` may hold anything. Where every part is empty, out = 0 and lse = -inf.
+A caller's part is empty with lse = +inf, too, as FlashMLA returns it; one of split-KV decoding, in base 2, never has it.
 Parts are added in their order, BLOCK_P at a time: the result is the same every time and depends on no other row.
 
 Cost: P * D values read and D written for each row, once; one program for a row.
@@ -75,6 +76,8 @@ def merge_states_kernel(
     for start in range(0, num_parts, BLOCK_L):
         p = start + tl.arange(0, BLOCK_L)
         part_lse = tl.load(lses_ptr + p.to(tl.int64) * lses_stride_p + row, mask=p < num_parts, other=float("-inf"))
+        if not BASE_2:
+            part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
         new_top = tl.maximum(top, tl.max(part_lse, 0))
         total = total * tl.math.exp2((top - new_top) * TO_2) + tl.sum(tl.math.exp2((part_lse - new_top) * TO_2), 0)
         top = new_top
@@ -85,6 +88,8 @@ def merge_states_kernel(
     for start in range(0, num_parts, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         part_lse = tl.load(lses_ptr + p.to(tl.int64) * lses_stride_p + row, mask=p < num_parts, other=float("-inf"))
+        if not BASE_2:
+            part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
         weight = tl.math.exp2((part_lse - top) * TO_2)  # [BLOCK_P]
         counts = part_lse != float("-inf")
         part = outs_ptr + (p.to(tl.int64) * outs_stride_p * STRIDE_UNIT + row * HEAD_DIM)[:, None] + d[None, :]
