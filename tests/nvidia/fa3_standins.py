@@ -149,6 +149,8 @@ class Library:
         for name in ("max_seqlen_q", "max_seqlen_k"):
             self.need(given[name] <= 2**31 - TILE, f"{name} is {given[name]}: rounded up to tiles it passes int32")
         longest, causal = given["max_seqlen_q"], given["is_causal"] and given["max_seqlen_q"] > 1
+        rounded = -(-max(longest, given["max_seqlen_k"]) // TILE) * TILE  # in int32
+        self.need(rounded < 2**31, f"a bound of {max(longest, given['max_seqlen_k'])} overflows")
         self.prompts.append((tokens, heads, keys, longest))
         lse = torch.full((heads, tokens), float("nan"))
         firsts, begins = (each.tolist() for each in starts)

@@ -6,17 +6,10 @@
 #define __CUDA_ARCH__ 900
 #define VISIBLE 1
 #define ARRIVALS 32
-#include "attention_on_cpu.h"
+#include "sm90_on_cpu.h"
 
 #include <array>
-#include <map>
 
-#define __align__(bytes)
-
-typedef unsigned u32;
-typedef unsigned char u8;
-typedef unsigned long long u64;
-typedef long long i64;
 static i64 min(i64 a, i64 b) { return a < b ? a : b; }
 static float minus_infinity() { return -INFINITY; }
 
@@ -24,34 +17,14 @@ struct Block { operator int() const { return (int)value; } u32 value; };
 static struct { Block x; } blockIdx;
 static struct { int x; } gridDim;
 
-static u32 smem_u32(const void* p) { return (u32)((const char*)p - memory.data()); }
 template <typename T>
 static T& at(u8* smem, u32 offset) {
     if (offset % alignof(T) || offset + sizeof(T) > shared_bytes) fail("an access outside of shared memory");
     return *reinterpret_cast<T*>(smem + offset);
 }
-struct Phases { int count, left; u32 phase; };
-static std::map<u32, Phases> phases;
-static void barrier_init(u32 barrier, u32 count) { phases[barrier] = {(int)count, (int)count, 0}; }
-static void barrier_arrive(u32 barrier) {
-    Phases& of = phases.at(barrier);
-    if (--of.left == 0) of.left = of.count, ++of.phase, idle = spins = 0;
-}
 static void warp_arrive(u32 barrier, int) { barrier_arrive(barrier); }
-static void barrier_wait(u32 barrier, u32 parity) {
-    const Phases& of = phases.at(barrier);
-    if (parity > 1) fail("a parity that is none");
-    const u32 before = of.phase;
-    while ((of.phase & 1) == parity) others();
-    if (of.phase > before + 1) fail("a phase that was missed");
-}
 static float positive(float product) { return product < 0.f ? 0.f : product; }
-static void async_fence() {}
 static void let_next_start() {}
-template <int COUNT>
-static void set_registers_up() {}
-template <int COUNT>
-static void set_registers_down() {}
 
 struct Copy { u32 to; const void* from; int size; };
 static std::vector<std::vector<Copy>> copies;  // of each thread

@@ -4,23 +4,11 @@
 
 #define __CUDA_ARCH__ 900
 #define VISIBLE 1
-#include "attention_on_cpu.h"
+#include "sm90_on_cpu.h"
 
 #include <array>
 #include <cmath>
-#include <map>
 
-#define __align__(bytes)
-#define __restrict__
-
-typedef unsigned u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef unsigned long long u64;
-typedef long long i64;
-static bool __all_sync(unsigned, bool value) {
-    return warp(value, [](const long long* of) { return std::all_of(of, of + 32, [](long long each) { return each != 0; }); });
-}
 static u32 __reduce_min_sync(unsigned, u32 value) {
     return warp(value, [](const long long* of) { return (u32)*std::min_element(of, of + 32); });
 }
@@ -60,49 +48,13 @@ static void decode4(u32 codes, u32& low, u32& high) {
     high = of_e4m3(codes >> 16 & 255) | of_e4m3(codes >> 24) << 16;
 }
 
-// ---- shared memory and its barriers
-static char* shared_of(int of) { return memory.data() + of * shared_bytes; }
-static u32 smem_u32(const void* p) { return (u32)((const char*)p - shared_of(block())); }
-template <typename T>
-static T read_shared(u32 at, int of) {
-    if (at % alignof(T) || at + sizeof(T) > shared_bytes) fail("a read outside of shared memory");
-    T value;
-    std::memcpy(&value, shared_of(of) + at, sizeof(T));
-    return value;
-}
-struct Phases { int count, left; u32 phase; };
-static std::map<std::pair<int, u32>, Phases> phases;
-static Phases& phases_of(u32 barrier) {
-    const auto found = phases.find({block(), barrier});
-    if (found == phases.end()) fail("a barrier that is none");
-    return found->second;
-}
-static void barrier_init(u32 barrier, u32 count) { phases[{block(), barrier}] = {(int)count, (int)count, 0}; }
-static void barrier_arrive(u32 barrier) {
-    Phases& of = phases_of(barrier);
-    if (--of.left == 0) of.left = of.count, ++of.phase, idle = spins = 0;
-}
-static void barrier_wait(u32 barrier, u32 parity) {
-    const Phases& of = phases_of(barrier);
-    if (parity > 1) fail("a parity that is none");
-    const u32 before = of.phase;
-    while ((of.phase & 1) == parity) others();
-    if (of.phase > before + 1) fail("a phase that was missed");
-}
-static void async_fence() {}
+// ---- memory
 template <int BYTES>
 static void prefetch(const void* from) {
     if ((size_t)from % 16 || BYTES % 16) fail("a prefetch from an odd place");
     volatile char read = ((const char*)from)[0] ^ ((const char*)from)[BYTES - 1];
     (void)read;
 }
-static std::map<std::pair<int, int>, Barrier> named;
-template <int COUNT>
-static void meet(int number) { named[{block(), number}].meet(COUNT); }
-template <int COUNT>
-static void set_registers_up() {}
-template <int COUNT>
-static void set_registers_down() {}
 static int thread_again() { return current % block_threads; }
 static void stmatrix4(u32 to, const u32 (&r)[4]) {
     const int t = current % 32 / 4, c = current % 4;

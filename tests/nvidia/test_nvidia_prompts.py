@@ -9,13 +9,13 @@ import re
 import struct
 from contextlib import nullcontext
 from importlib.resources import files
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kept_images import kept_image, kept_listing
 from machines import A100, B200, H200
+from masked_model import SOURCE, MaskedModel, stand_in_for_device
 from native_model import Memory, stand_ins
 from source_on_cpu import COMPILER, compiled
 
@@ -29,11 +29,9 @@ from mla_portable_nvidia.native import masked_prefill as masked
 from mla_portable_nvidia.native import pack_selection as pack
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
 
-SOURCE = files(native).joinpath("masked_prefill.cu").read_text(encoding="utf-8")
 PACK = files(native).joinpath("pack_selection.cu").read_text(encoding="utf-8")
 HEADER = {"instructions.cuh": files(native).joinpath("instructions.cuh").read_text(encoding="utf-8")}
 BUILDS = list(masked.BUILDS.values())
-COUNTER = torch.zeros(1, dtype=torch.int32)
 
 
 # ---------------------------------------------------------------------------------------------------------- pack_selection
@@ -50,19 +48,21 @@ def library() -> ctypes.CDLL:
 
 
 class PackModel:
-    """The build, loaded; its launches run the source."""
+    """The build, loaded; its launches run the source. ends: only their first and their last block."""
+
+    ends = False
 
     def __init__(self, build: Any, changing: str, fixed: str, threads: int, shared: int, wide: bool) -> None:
         assert (threads, shared, wide) == (256, pack.SPAN, False)
         self.fields, self.grids = f"{changing} {fixed}", []
 
     def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Any:
-        assert cluster == 1
+        assert cluster == 1 and grid[0] < 1 << 31 and grid[1] < 1 << 16, "what a device launches"
         return lambda *changing: self.run(grid, struct.unpack(self.fields, struct.pack(self.fields, *changing, *fixed)))
 
     def run(self, grid: tuple[int, int], values: tuple[Any, ...]) -> None:
         words, positions, starts, vectors, topk, width, _, position_stride, word_stride = values
-        memory, (rows, blocks) = Memory(), grid
+        memory, rows = Memory(), grid[0] // -(-width // pack.SPAN)
         memory(words, torch.int32, (rows, -(-width // 32)), (word_stride, 1))
         memory(positions, torch.int32, (rows, topk), (position_stride, 1))
         if starts:
@@ -70,7 +70,8 @@ class PackModel:
         assert not vectors or (positions % 16 == position_stride % 4 == topk % 4 == 0)
         self.grids.append(grid)
         end = positions + 4 * ((rows - 1) * position_stride + topk)
-        library().launch(*values, rows, blocks, (0, 1, 77)[len(self.grids) % 3], positions, end)
+        for first, last in [(0, 1), (grid[0] - 1, grid[0])] if self.ends else [(0, grid[0])]:
+            library().launch(*values, first, last, (0, 1, 77)[len(self.grids) % 3], positions, end)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -86,7 +87,20 @@ def test_the_source_of_pack_selection_passes_the_suite_on_a_cpu(monkeypatch):
             result = run_case(case, bound, torch.device("cpu"))
             assert result.status == "passed", f"{case.id}: {result.message}"
     grids = models[pack.BUILD].grids
-    assert len(cases) > 10 and (6, 1) in grids and (6, 3) in grids
+    assert len(cases) > 10 and (6, 1) in grids and (18, 1) in grids
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_a_row_of_all_positions_that_int32_has(monkeypatch):
+    """Its first and its last block; a device launches no more than 65,535 blocks along y."""
+    monkeypatch.setattr(PackModel, "ends", True)
+    positions = torch.tensor([[0, 2**31 - 2, 31, -1, 2**31 - 1, 31, -(2**31), 16384]], dtype=torch.int32)
+    with stand_ins(monkeypatch, PackModel):
+        monkeypatch.setattr(pack, "index_of", lambda request: -1)
+        words = pack.bind_pack_selection(Request(PACK_SELECTION, A100))(
+            positions, width=2**31 - 1, out=torch.zeros(1, 2**26, dtype=torch.int32)
+        )
+    assert words[0, 0] == 1 - 2**31 and words[0, -1] == 2**30 and not words[0, 1:512].any() and not words[0, -512:-1].any()
 
 
 def test_a_row_of_words_is_one_launch_and_a_shape_is_prepared_once(monkeypatch):
@@ -104,7 +118,7 @@ def test_a_row_of_words_is_one_launch_and_a_shape_is_prepared_once(monkeypatch):
         bound = pack.bind_pack_selection(Request(PACK_SELECTION, A100))
         for rows in (3, 3, 0, 5):
             assert bound(torch.zeros(rows, 8, dtype=torch.int32), width=2 * pack.SPAN + 1).shape == (rows, 1025)
-    assert prepared == [(3, 3), (5, 3)]
+    assert prepared == [(9, 1), (15, 1)]
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "sm120"])
@@ -117,79 +131,11 @@ def test_pack_selection_compiles_without_spills(arch):
 # ---------------------------------------------------------------------------------------------------------- masked_prefill
 
 
-def parameters() -> list[tuple[str, str]]:
-    """(name, letters of `struct`) of the kernel's parameters behind the maps, in the order of the source."""
-    listed = re.search(r" masked_prefill\(\n(.*?)\) \{", SOURCE, re.DOTALL)
-    strides = re.search(r"struct Strides \{\s*i64 ([^;]+);", SOURCE)
-    assert listed and strides
-    found: list[tuple[str, str]] = []
-    for declaration in listed[1].split(","):
-        *kind, name = declaration.replace("__restrict__", "").split()
-        if "TensorMap" in kind:
-            found.append((name, "128s"))
-        elif kind == ["Strides"]:
-            found += [(each, "q") for each in strides[1].split(", ")]
-        else:
-            found.append((name, "P" if kind[-1].endswith("*") else {"float": "f", "int": "i"}[kind[-1]]))
-    return found
-
-
-class MaskedModel:
-    """A build, loaded: it reads what a launch packs by the names of the source's parameters, and attends by the reference."""
-
-    def __init__(self, build: Any, changing: str, fixed: str, threads: int, shared: int, wide: bool) -> None:
-        self.build, self.fields, self.launches = build, f"{changing} {fixed}", []
-        names = "".join(letter for _, letter in parameters())
-        spelled = "".join(
-            letter * int(count or 1) if letter != "s" else f"{count}s"
-            for count, letter in re.findall(r"(\d*)(\w)", self.fields.replace(" ", ""))
-        )
-        assert spelled == names, "the launch and the source have the same parameters"
-        assert (threads, shared, wide) == (384, build.shared_bytes, False)
-
-    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Any:
-        assert cluster == grid[1] == 1 and grid[0] <= H200.num_sms
-        return lambda *changing: self.run(grid[0], struct.unpack(self.fields, struct.pack(self.fields, *changing, *fixed)))
-
-    def run(self, blocks: int, values: tuple[Any, ...]) -> None:
-        at, memory = dict(zip([name for name, _ in parameters()], values, strict=True)), Memory()
-        self.launches.append({**at, "blocks": blocks})
-        heads, requests, (qk, value) = at["num_heads"], at["num_requests"], (self.build.qk_head_dim, self.build.v_head_dim)
-        starts = [memory(at[name], torch.int32, (requests + 1,), (1,)) for name in ("q_starts", "k_starts")]
-        tokens, keys = (int(each[-1]) for each in starts)
-        q, k, v, out = (
-            memory(at[name], torch.bfloat16, (rows, heads, width), (at[f"{name}_{axis}"], at[f"{name}_h"], 1))
-            for name, rows, width, axis in (
-                ("q", tokens, qk, "t"), ("k", keys, qk, "n"), ("v", keys, value, "n"), ("out", tokens, value, "t")
-            )
-        )  # fmt: skip
-        for each in (at["out"], at["q"], *((at["k"], at["v"]) if keys else ())):
-            assert each % 16 == 0
-        assert all(
-            stride % 8 == 0 for x in (q, k, v, out) for size, stride in zip(x.shape, x.stride()[:2], strict=False) if size > 1
-        )
-        lse = memory(at["lse_out"], torch.float32, (tokens, heads), (at["lse_t"], at["lse_h"]))
-        selection = None
-        if at["selection"]:
-            selection = memory(at["selection"], torch.int32, (tokens, at["words_in_row"]), (at["selection_t"], 1))
-        lengths = [each.diff().max().item() for each in starts]
-        assert lengths[0] <= 128 * at["query_tiles"] and 1 <= at["group_streams"] <= heads * requests
-        mapped = [struct.unpack_from("2Q", at[name]) for name in ("q_map", "k_map", "v_map")]
-        of_keys = [(at["k"], self.build.keys), (at["v"], self.build.keys)] if keys else [(at["q"], self.build.keys)] * 2
-        assert mapped == [(at["q"], masked.QUERIES), *of_keys] and at["counter"] == COUNTER.data_ptr()
-        MASKED_PREFILL.reference(
-            q, k, v, *starts, softmax_scale=at["scale_log2"] / masked._LOG2_E, max_query_len=lengths[0], max_key_len=lengths[1],
-            causal=bool(at["causal"]), selection=selection, out=out, lse_out=lse,
-        )  # fmt: skip
-
-
 @pytest.fixture
 def bound(monkeypatch):
-    """(binds for some head dims, its models); a map of a tensor holds its address and the rows of its boxes."""
+    """(binds for some head dims, its models)."""
     with stand_ins(monkeypatch, MaskedModel, arch="sm_90a") as models:
-        monkeypatch.setattr(masked, "index_of", lambda request: -1)
-        monkeypatch.setattr(masked, "_counters", SimpleNamespace(take=lambda index: COUNTER))
-        monkeypatch.setattr(masked, "tensor_map", lambda x, rows: struct.pack("2Q112x", x.data_ptr(), rows))
+        stand_in_for_device(monkeypatch)
         yield lambda **dims: masked.bind_masked_prefill(Request(MASKED_PREFILL, H200, **dims)), models
 
 
