@@ -18,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from mla_portable.cli.output import EXIT_FAILED, EXIT_USAGE
-from mla_portable.errors import InvalidArgument, MLAPortableError
+from mla_portable.errors import InvalidArgument, MLAPortableError, printable
 
 _UsageError: Final[Any] = typer.BadParameter.__base__
 """click's; typer exports only the subclass, and brings click along in one version and depends on it in another."""
@@ -64,8 +64,6 @@ def _fail(error: BaseException, group: TyperGroup, words: Sequence[str]) -> int:
     path, command = _named(group, words)
     message = _words(error, command)
     if not usage:  # a plugin's words may be in it
-        from mla_portable.contracts.values import printable
-
         message = printable(message)
         if not isinstance(error, MLAPortableError):
             if not as_json:
