@@ -62,13 +62,11 @@ def _fail(error: BaseException, group: TyperGroup, words: Sequence[str]) -> int:
     as_json = _wants_json(words)
     usage = isinstance(error, (_UsageError, InvalidArgument))
     path, command = _named(group, words)
-    message = _words(error, command)
-    if not usage:  # a plugin's words may be in it
-        message = printable(message)
-        if not isinstance(error, MLAPortableError):
-            if not as_json:
-                raise error
-            sys.stderr.write(printable("".join(traceback.format_exception(error))))
+    message = printable(_words(error, command))  # words of a plugin or a server may be in it
+    if not usage and not isinstance(error, MLAPortableError):
+        if not as_json:
+            raise error
+        sys.stderr.write(printable("".join(traceback.format_exception(error))))
     stderr = Console(stderr=True)
     stderr.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=not stderr.is_terminal)
     if usage:

@@ -17,9 +17,10 @@ Imports no torch: `doctor --engine` reads what is here of a server elsewhere.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from logging import Logger
 from typing import Any, Final
@@ -40,8 +41,10 @@ _HELP: Final = "Processes in which an implementation of mla_portable was bound f
 _LABELS: Final = ("primitive", "implementation", "device")
 _ONE_PROCESS: Final = "process_start_time_seconds"
 """A metric of the process that answers; in multiprocess mode `/metrics` has none of them."""
-_SAMPLE: Final = re.compile(rf"^{METRIC}\{{(?P<labels>.*)\}} (?P<value>\S+)", re.MULTILINE)
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LONGEST: Final = 4096
+"""Characters of a sample that are read; those of this project are some hundred."""
+_SAMPLE: Final = re.compile(rf"{METRIC}\{{(?P<labels>.*)\}} (?P<value>\S+)")
+_LABEL: Final = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 _SERVED: Final = re.compile(r"\b([a-z0-9_]+) ([a-z][a-z0-9_]*\.[a-z][a-z0-9_]*)(?=[,;]| *$)")
 _PROCESS: Final = re.compile(r"\bpid=(\d+)|\b(TP\d+|DP\d+)\b")
 
@@ -83,13 +86,31 @@ def _gauge() -> Any | None:
 
 def in_metrics(text: str) -> tuple[Serving, ...]:
     """What a server's metrics, in Prometheus's text format, say of this project's gauge."""
-    found: list[Serving] = []
-    for sample in _SAMPLE.finditer(text):
-        labels: dict[str, str] = {name: re.sub(r"\\(.)", r"\1", value) for name, value in _LABEL.findall(sample["labels"])}
-        processes = int(float(sample["value"]))
-        if processes > 0 and labels.keys() >= {*_LABELS}:
-            found.append(Serving(labels["primitive"], labels["implementation"], labels["device"], processes))
-    return tuple(found)
+    return tuple(found for _, found in _samples(text) if found is not None and found.processes)
+
+
+def unread_in_metrics(text: str) -> tuple[str, ...]:
+    """The samples of this project's gauge that are none: cut short, without a label, or of a value that counts nothing."""
+    return tuple(line for line, found in _samples(text) if found is None)
+
+
+def _samples(text: str) -> Iterator[tuple[str, Serving | None]]:
+    """The lines of this project's gauge, each with what it says; None where that cannot be read."""
+    for line in text.split("\n"):
+        if line.startswith(f"{METRIC}{{"):
+            sample = _SAMPLE.match(line[:_LONGEST])
+            yield line[:_LONGEST], sample and _serving(sample["labels"], sample["value"])
+
+
+def _serving(labels: str, value: str) -> Serving | None:
+    named: dict[str, str] = {name: re.sub(r"\\(.)", r"\1", given) for name, given in _LABEL.findall(labels)}
+    try:
+        processes = float(value)
+    except ValueError:
+        return None
+    if not (math.isfinite(processes) and processes >= 0 and processes.is_integer() and named.keys() >= {*_LABELS}):
+        return None
+    return Serving(named["primitive"], named["implementation"], named["device"], int(processes))
 
 
 def is_of_one_process(text: str) -> bool:
