@@ -7,6 +7,7 @@ That real workers' metrics are read as they are written: tests/vllm/test_vllm_se
 from __future__ import annotations
 
 import json
+import os
 import socketserver
 import subprocess
 import sys
@@ -134,13 +135,17 @@ SGLANG_LOG = (
 )
 
 
+def served_in(text: str) -> tuple[Serving, ...]:
+    return in_log(text.splitlines()).served
+
+
 def test_the_lines_of_logs():
     roles = ("convert_indices", "triton.portable"), ("sparse_decode", "nvidia.native"), ("sparse_prefill", "nvidia.native")
-    assert in_log(VLLM_LOG) == tuple(Serving(*role, "NVIDIA H200", 2) for role in roles)
-    assert in_log(INDEXER_LOG) == (Serving("indexer_select", "triton.portable", "NVIDIA A100 80GB PCIe"),)
-    names = {(each.primitive, each.implementation, each.device) for each in in_log(SGLANG_LOG)}
+    assert served_in(VLLM_LOG) == tuple(Serving(*role, "NVIDIA H200", 2) for role in roles)
+    assert served_in(INDEXER_LOG) == (Serving("indexer_select", "triton.portable", "NVIDIA A100 80GB PCIe"),)
+    names = {(each.primitive, each.implementation, each.device) for each in served_in(SGLANG_LOG)}
     assert names == {(name, "nvidia.native_sm80", "NVIDIA A100") for name in ("sparse_decode", "sparse_prefill")}
-    assert in_log("mla_portable serves in place of FLASHMLA_SPARSE: no reason\nmla_portable hooks nothing\n") == ()
+    assert served_in("mla_portable serves in place of FLASHMLA_SPARSE: no reason\nmla_portable hooks nothing\n") == ()
 
 
 @pytest.mark.parametrize(
@@ -301,3 +306,40 @@ def test_no_text_of_a_server_or_a_log_steers_the_terminal(tmp_path: Path):
     with raw_server(f"{STEERS}\r\n\r\n".encode()) as url:
         stderr = invoke("doctor", "--engine", url, code=2).stderr
     assert "\x1b" not in stderr and r"\x1b]0;title\x07" in stderr
+
+
+@pytest.mark.parametrize("kind", ["a pipe that nobody writes to", "an endless device"])
+def test_a_log_without_an_end_is_given_up(kind: str, tmp_path: Path):
+    where = tmp_path / "pipe" if "pipe" in kind else Path("/dev/zero")
+    if "pipe" in kind:
+        os.mkfifo(where)
+    with pytest.raises(typer.BadParameter, match=r"no end within 0\.3 s"):
+        look_at(str(where), seconds=0.3)
+
+
+def test_a_pipe_is_read_as_a_log(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text(VLLM_LOG), daemon=True)
+    writer.start()
+    assert look_at(str(tmp_path / "pipe")).served == served_in(VLLM_LOG)
+
+
+def test_a_nul_in_the_path_is_refused():
+    assert "the file of its log" in invoke("doctor", "--engine", "a\0b", code=2).stderr
+
+
+def test_a_line_of_users_text_is_read_in_bounded_time(tmp_path: Path):
+    """In a process, so that one that takes for ever fails."""
+    log = tmp_path / "serve.log"
+    log.write_text("mla_portable serves " + "on " * 300_000 + "\n" + "x" * 5_000_000 + "\n" + VLLM_LOG)
+    command = [sys.executable, "-m", "mla_portable", "doctor", "--engine", str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "mla_portable serves there." in done.stdout
+
+
+def test_of_many_refusals_the_first_are_shown_and_the_others_counted(tmp_path: Path):
+    log = tmp_path / "serve.log"
+    log.write_text("".join(f"{n} {NOT_SERVING[0]}: reason {n}{'x' * 2000}\n" for n in range(50_000)))
+    why = document("doctor", "--engine", str(log), code=1)["engine"]["why"]
+    assert [line.partition(" ")[0] for line in why[:-1]] == [str(n) for n in range(10)]
+    assert why[-1] == "and 49990 further lines of this kind" and max(map(len, why)) < 1100

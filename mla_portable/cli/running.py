@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import select
+import stat
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OutOfTime
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
@@ -23,15 +27,15 @@ from mla_portable.engine.serving import (
     in_log,
     in_metrics,
     is_of_one_process,
-    refusals_in_log,
     unread_in_metrics,
 )
 
 _OPTION: Final = "--engine"
 _SECONDS: Final = 20.0
-"""For all that is asked of a server."""
+"""For all that is asked of a server, or for a log that is no regular file."""
 _MOST_BYTES: Final = 16 * 2**20
 """Of an answer. A server's metrics take some hundred kilobytes."""
+_LONGEST_LINE: Final = 2**20
 _PAGES: Final = ("/version", "/v1/models", "/metrics")
 _SHOWN: Final = 200
 """Characters that are shown of a text of a server."""
@@ -63,24 +67,57 @@ def look_at(where: str, *, seconds: float = _SECONDS) -> Running:
     """Examine the engine that `--engine` names.
 
     Args:
-        seconds: that a server has for all its answers.
+        seconds: that a server has for all its answers, and a pipe or a device until its end.
     Raises: typer.BadParameter where there is neither a server nor a file, or a server that does not answer within its bounds.
     """
-    return _server(where, seconds) if where.startswith(("http://", "https://")) else _log(where)
+    return _server(where, seconds) if where.startswith(("http://", "https://")) else _log(where, seconds)
 
 
-def _log(where: str) -> Running:
+def _log(where: str, seconds: float) -> Running:
     try:
-        text = Path(where).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        expected = f"the URL of a server (http://...), or the file of its log (got {where!r}: {error.strerror})"
+        found = in_log(_lines(where, seconds))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        expected = f"the URL of a server (http://...), or the file of its log (got {where!r}: {why})"
         raise typer.BadParameter(f"must be {expected}", param_hint=_OPTION) from error
-    served, refused = in_log(text), refusals_in_log(text)
+    served = found.served
+    refused = (*found.refusals, *((f"and {found.others} further lines of this kind",) if found.others else ()))
     if served:
         return Running(where, "", (), True, served, (*refused, *_slow(served)))
     why = refused or ("no line of the plugin says that it serves",)
     remedy = "run `mla-portable doctor` where the engine runs: it says whether the engine loads the plugin"
     return Running(where, "", (), False, (), why, remedy)
+
+
+def _lines(where: str, seconds: float) -> Iterator[str]:
+    """The lines of a file; one of more than a mebibyte in pieces. Raises: OSError, TimeoutError among them.
+
+    A file is read to its end. A pipe or a device may have none, so it has `seconds` until then.
+    """
+    descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to opens at once
+    with _Timed(descriptor, time.monotonic() + seconds) as raw, io.BufferedReader(raw, _LONGEST_LINE) as file:
+        os.set_blocking(descriptor, True)
+        try:
+            while part := file.readline(_LONGEST_LINE):
+                yield from part.decode("utf-8", errors="replace").splitlines()
+        except TimeoutError:
+            raise TimeoutError(f"it has no end within {seconds:g} s") from None
+
+
+class _Timed(io.FileIO):
+    """A file for reading that ends in TimeoutError after a time of `time.monotonic`, unless it is a regular file."""
+
+    def __init__(self, descriptor: int, end: float) -> None:
+        super().__init__(descriptor, "rb")
+        self._end = None if stat.S_ISREG(os.fstat(descriptor).st_mode) else end
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read when there is something to read. Raises: TimeoutError."""
+        if self._end is not None:
+            left = self._end - time.monotonic()
+            if left <= 0 or not select.select([self], [], [], left)[0]:
+                raise TimeoutError
+        return super().readinto(buffer)
 
 
 def _server(where: str, seconds: float) -> Running:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from logging import Logger
@@ -42,7 +41,13 @@ _LABELS: Final = ("primitive", "implementation", "device")
 _ONE_PROCESS: Final = "process_start_time_seconds"
 """A metric of the process that answers; in multiprocess mode `/metrics` has none of them."""
 _LONGEST: Final = 4096
-"""Characters of a sample that are read; those of this project are some hundred."""
+"""Characters of a sample or a line that are read; those of this project are some hundred."""
+_BEFORE: Final = 200
+_AFTER: Final = 800
+"""Characters of a line that are shown around the words that refuse."""
+_MOST_REFUSALS: Final = 10
+_MOST_SERVED: Final = 1000
+"""Kept of a log."""
 _SAMPLE: Final = re.compile(rf"{METRIC}\{{(?P<labels>.*)\}} (?P<value>\S+)")
 _LABEL: Final = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 _SERVED: Final = re.compile(r"\b([a-z0-9_]+) ([a-z][a-z0-9_]*\.[a-z][a-z0-9_]*)(?=[,;]| *$)")
@@ -118,21 +123,45 @@ def is_of_one_process(text: str) -> bool:
     return re.search(rf"^{_ONE_PROCESS} ", text, re.MULTILINE) is not None
 
 
-def in_log(text: str) -> tuple[Serving, ...]:
-    """What the lines of an engine's log say; each counts once for a process, where the line names its process."""
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What an engine's log says.
+
+    Attributes:
+        refusals: the first lines in which the plugin does not serve, each once. others: how many further lines there are.
+    """
+
+    served: tuple[Serving, ...]
+    refusals: tuple[str, ...]
+    others: int
+
+
+def in_log(lines: Iterable[str]) -> Logged:
+    """What the lines of an engine's log say, in one pass. A line counts once for a process that it names."""
     processes: dict[Serving, set[str]] = {}
-    for line in text.splitlines():
+    refusals: dict[str, None] = {}
+    others = 0
+    for line in lines:
         before, begin, words = line.partition(LOG_LINE)
         if begin:
-            device = re.search(r"\bon ([^,;:]*?)(?: \(\w+\))?(?= by route|[,;:])", words)
-            named = _PROCESS.search(before)
-            for primitive, implementation in _SERVED.findall(words):
-                key = Serving(primitive, implementation, device[1] if device else "")
-                processes.setdefault(key, set()).add(named[0] if named else "")
-    return tuple(Serving(each.primitive, each.implementation, each.device, len(who)) for each, who in processes.items())
+            named = _PROCESS.search(before[-_LONGEST:])
+            for serving in _served(words[:_LONGEST]):
+                if serving in processes or len(processes) < _MOST_SERVED:
+                    processes.setdefault(serving, set()).add(named[0] if named else "")
+        at = min((line.find(words) for words in NOT_SERVING if words in line), default=None)
+        if at is not None:
+            refusal = line[max(0, at - _BEFORE) : at + _AFTER].strip()
+            if len(refusals) < _MOST_REFUSALS:
+                refusals[refusal] = None
+            others += refusal not in refusals
+    served = tuple(Serving(each.primitive, each.implementation, each.device, len(who)) for each, who in processes.items())
+    return Logged(served, tuple(refusals), others)
 
 
-def refusals_in_log(text: str) -> tuple[str, ...]:
-    """The lines in which the plugin says that it does not serve, each once, the most frequent first."""
-    lines = [line.strip() for line in text.splitlines() if any(words in line for words in NOT_SERVING)]
-    return tuple(line for line, _ in Counter(lines).most_common())
+def _served(words: str) -> Iterator[Serving]:
+    """What a line says behind its beginning. The device stands between "on" and "by route", or the next punctuation."""
+    begin = re.search(r"\bon ", words)
+    end = begin and re.compile(r" by route|[,;:]").search(words, begin.end())
+    device = re.sub(r" \(\w+\)$", "", words[begin.end() : end.start()]) if begin and end else ""
+    for primitive, implementation in _SERVED.findall(words):
+        yield Serving(primitive, implementation, device)
