@@ -3,11 +3,12 @@
 
 Every message says what was asked, what the limit is and what to do. The functions of `mla_portable`, a layer's `forward` and
 `Planner.plan` raise these before a kernel is launched and before anything is written; exceptions of a kernel or the driver
-are raised unchanged.
+are raised unchanged. `printable` is for texts that others wrote.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Any, Final
 
 __all__ = [
@@ -17,11 +18,25 @@ __all__ = [
     "PlanMismatch",
     "PluginError",
     "UnknownBackend",
+    "printable",
 ]
 
 DRIVER_FAULTS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 """Codes of the CUDA driver after which its context is unusable: ECC and NVLink errors, illegal addresses and instructions,
 launch timeouts, asserts, a destroyed context, unknown errors. Source: CUresult in cuda.h."""
+_UNPRINTABLE: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of Unicode: control and format characters, halves of surrogates, separators of lines and paragraphs."""
+
+
+def printable(text: str) -> str:
+    """`text` with control characters as escapes ("\\x1b"), so that a foreign text cannot steer a terminal; lines are kept."""
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in _UNPRINTABLE:
+        return character
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class MLAPortableError(Exception):

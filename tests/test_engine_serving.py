@@ -7,18 +7,23 @@ That real workers' metrics are read as they are written: tests/vllm/test_vllm_se
 from __future__ import annotations
 
 import json
+import os
+import socketserver
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from commands import document, invoke
+import typer
+from commands import document, in_a_process, invoke
 
-from mla_portable.engine.serving import Serving, in_log, in_metrics
+from mla_portable.cli.running import look_at
+from mla_portable.engine.serving import NOT_SERVING, Serving, in_log, in_metrics
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -130,13 +135,17 @@ SGLANG_LOG = (
 )
 
 
+def served_in(text: str) -> tuple[Serving, ...]:
+    return in_log(text.splitlines()).served
+
+
 def test_the_lines_of_logs():
     roles = ("convert_indices", "triton.portable"), ("sparse_decode", "nvidia.native"), ("sparse_prefill", "nvidia.native")
-    assert in_log(VLLM_LOG) == tuple(Serving(*role, "NVIDIA H200", 2) for role in roles)
-    assert in_log(INDEXER_LOG) == (Serving("indexer_select", "triton.portable", "NVIDIA A100 80GB PCIe"),)
-    names = {(each.primitive, each.implementation, each.device) for each in in_log(SGLANG_LOG)}
+    assert served_in(VLLM_LOG) == tuple(Serving(*role, "NVIDIA H200", 2) for role in roles)
+    assert served_in(INDEXER_LOG) == (Serving("indexer_select", "triton.portable", "NVIDIA A100 80GB PCIe"),)
+    names = {(each.primitive, each.implementation, each.device) for each in served_in(SGLANG_LOG)}
     assert names == {(name, "nvidia.native_sm80", "NVIDIA A100") for name in ("sparse_decode", "sparse_prefill")}
-    assert in_log("mla_portable serves in place of FLASHMLA_SPARSE: no reason\nmla_portable hooks nothing\n") == ()
+    assert served_in("mla_portable serves in place of FLASHMLA_SPARSE: no reason\nmla_portable hooks nothing\n") == ()
 
 
 @pytest.mark.parametrize(
@@ -170,3 +179,167 @@ def test_a_label_is_read_as_prometheus_escapes_it():
     escaped = r'mla_portable_serves{device="a \"b\" \\ c, d=e}",implementation="x.y",primitive="sparse_decode"} 1.0'
     assert in_metrics(escaped) == (Serving("sparse_decode", "x.y", r'a "b" \ c, d=e}'),)
     assert in_metrics('mla_portable_serves{primitive="sparse_decode"} 1.0\nmla_portable_serves_other{a="b"} 1.0') == ()
+
+
+@contextmanager
+def raw_server(first: bytes, rest: bytes = b"", end: bytes = b"") -> Iterator[str]:
+    """A server that answers with `first`, with `rest` again and again for some seconds or until it is left, and with `end`."""
+    left = threading.Event()
+
+    class Answers(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            with suppress(OSError):  # the client has gone
+                self.request.sendall(first)
+                pause = 0.05 if len(rest) < 100 else 0.0
+                stop = time.monotonic() + 5
+                while rest and not left.wait(pause) and time.monotonic() < stop:
+                    self.request.sendall(rest)
+                self.request.sendall(end)
+
+    found = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers)
+    found.daemon_threads = True
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{found.server_address[1]}"
+    finally:
+        left.set()
+        found.shutdown()
+        found.server_close()
+
+
+BEGIN = b"HTTP/1.1 200 OK\r\n"
+DRIPS = {
+    "status line": (b"", b"H", b""),
+    "headers": (BEGIN, b"a", b": b\r\n\r\n"),
+    "body": (BEGIN + b"\r\n", b"a", b""),
+    "chunks": (BEGIN + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n", b"0\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("what", DRIPS)
+def test_a_server_that_drips_is_given_up(what: str):
+    with raw_server(*DRIPS[what]) as url, pytest.raises(typer.BadParameter, match=r"no whole answer within 0\.3 s"):
+        look_at(url, seconds=0.3)
+
+
+BLOCK = b"a" * 65536
+ENDLESS = {
+    "body": (BEGIN + b"\r\n", BLOCK),
+    "content-length": (BEGIN + b"Content-Length: 99999999999999\r\n\r\n", BLOCK),
+    "chunks": (BEGIN + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + BLOCK + b"\r\n"),
+    "a negative chunk": (BEGIN + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", BLOCK),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_an_answer_without_an_end_is_read_up_to_a_limit(what: str):
+    with raw_server(*ENDLESS[what]) as url, pytest.raises(typer.BadParameter, match=r"got .* more than "):
+        look_at(url, seconds=60)
+
+
+def test_an_answer_that_is_shorter_than_it_says_is_refused():
+    with raw_server(BEGIN + b"Content-Length: 99999999999999\r\n\r\n{}") as url:
+        assert "ends 99999999999997 bytes too early" in invoke("doctor", "--engine", url, code=2).stderr
+
+
+ODD = {
+    "NaN": DECODE.replace("8.0", "NaN"),
+    "+Inf": DECODE.replace("8.0", "+Inf"),
+    "1e400": DECODE.replace("8.0", "1e400"),
+    "abc": DECODE.replace("8.0", "abc"),
+    "0x10": DECODE.replace("8.0", "0x10"),
+    "-1": DECODE.replace("8.0", "-1"),
+    "0.5": DECODE.replace("8.0", "0.5"),
+    "cut in the value": DECODE.replace("8.0", "8e"),
+    "cut before the value": DECODE.partition("}")[0] + "}",
+    "cut in a label": DECODE[:60],
+    "no label": "mla_portable_serves{} 8.0",
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_samples_that_count_nothing(what: str):
+    with server(vllm(GAUGE + ODD[what])) as url:
+        answer = document("doctor", "--engine", url, code=1)["engine"]
+        assert "is unknown" in invoke("doctor", "--engine", url, code=1).stdout
+    assert answer["serves"] is None and "that cannot be read: 1" in answer["why"][0]
+    with server(vllm(GAUGE + PREFILL + ODD[what])) as url:
+        answer = document("doctor", "--engine", url)["engine"]
+    assert [each["primitive"] for each in answer["served"]] == ["sparse_prefill"]
+    assert "that cannot be read: 1" in answer["why"][0]
+
+
+NESTED = "[" * 50_000
+NEST = json.loads("[" * 900 + "]" * 900)
+ANSWERS = {
+    "nested": {"/version": NESTED, "/v1/models": NESTED, "/metrics": COUNTED},
+    "nested in a field": {"/version": json.dumps({"version": NEST}), "/v1/models": "{}", "/metrics": COUNTED},
+    "surrogates": {"/version": r'{"version": "\ud800"}', "/v1/models": card("vllm").replace('"m"', r'"\udfff"')},
+    "long": {"/version": json.dumps({"version": "x" * 10**6}), "/v1/models": card("v" * 10**6), "/metrics": COUNTED},
+    "labels": vllm("mla_portable_serves{" + "a" * 10**6 + "} 1.0"),
+}
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_answers_that_no_engine_gives(what: str):
+    with server(ANSWERS[what]) as url:
+        assert document("doctor", "--engine", url, code=1)["engine"]["serves"] is not True
+        done = in_a_process("doctor", "--engine", url, code=1)
+    assert "Traceback" not in done.stderr and len(done.stdout) < 5000
+
+
+STEERS = "\x1b]0;title\x07\x1b[31m"
+
+
+def test_no_text_of_a_server_or_a_log_steers_the_terminal(tmp_path: Path):
+    pages = vllm(GAUGE + DECODE.replace("NVIDIA", f"NVIDIA{STEERS}"))
+    pages["/version"] = json.dumps({"version": f"1{STEERS}"})
+    pages["/v1/models"] = card(f"vllm{STEERS}").replace('"m"', json.dumps(f"m{STEERS}\ud800"))
+    log = tmp_path / "serve.log"
+    log.write_text(f"{NOT_SERVING[0]}{STEERS}\n{VLLM_LOG.replace('NVIDIA', 'NVIDIA' + STEERS)}")
+    with server(pages) as url:
+        shown = {url: 4, str(log): 1}
+        for where, times in shown.items():
+            text = invoke("doctor", "--engine", where).stdout.replace("\n", "")
+            assert "\x1b" not in text and "\x07" not in text and text.count(r"\x1b]0;title\x07") >= times
+    with raw_server(f"{STEERS}\r\n\r\n".encode()) as url:
+        stderr = invoke("doctor", "--engine", url, code=2).stderr
+    assert "\x1b" not in stderr and r"\x1b]0;title\x07" in stderr
+
+
+@pytest.mark.parametrize("kind", ["a pipe that nobody writes to", "an endless device"])
+def test_a_log_without_an_end_is_given_up(kind: str, tmp_path: Path):
+    where = tmp_path / "pipe" if "pipe" in kind else Path("/dev/zero")
+    if "pipe" in kind:
+        os.mkfifo(where)
+    with pytest.raises(typer.BadParameter, match=r"no end within 0\.3 s"):
+        look_at(str(where), seconds=0.3)
+
+
+def test_a_pipe_is_read_as_a_log(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text(VLLM_LOG), daemon=True)
+    writer.start()
+    assert look_at(str(tmp_path / "pipe")).served == served_in(VLLM_LOG)
+
+
+def test_a_nul_in_the_path_is_refused():
+    assert "the file of its log" in invoke("doctor", "--engine", "a\0b", code=2).stderr
+
+
+def test_a_line_of_users_text_is_read_in_bounded_time(tmp_path: Path):
+    """In a process, so that one that takes for ever fails."""
+    log = tmp_path / "serve.log"
+    log.write_text("mla_portable serves " + "on " * 300_000 + "\n" + "x" * 5_000_000 + "\n" + VLLM_LOG)
+    command = [sys.executable, "-m", "mla_portable", "doctor", "--engine", str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "mla_portable serves there." in done.stdout
+
+
+def test_of_many_refusals_the_first_are_shown_and_the_others_counted(tmp_path: Path):
+    log = tmp_path / "serve.log"
+    log.write_text("".join(f"{n} {NOT_SERVING[0]}: reason {n}{'x' * 2000}\n" for n in range(50_000)))
+    why = document("doctor", "--engine", str(log), code=1)["engine"]["why"]
+    assert [line.partition(" ")[0] for line in why[:-1]] == [str(n) for n in range(10)]
+    assert why[-1] == "and 49990 further lines of this kind" and max(map(len, why)) < 1100

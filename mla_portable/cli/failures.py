@@ -18,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from mla_portable.cli.output import EXIT_FAILED, EXIT_USAGE
-from mla_portable.errors import InvalidArgument, MLAPortableError
+from mla_portable.errors import InvalidArgument, MLAPortableError, printable
 
 _UsageError: Final[Any] = typer.BadParameter.__base__
 """click's; typer exports only the subclass, and brings click along in one version and depends on it in another."""
@@ -62,15 +62,11 @@ def _fail(error: BaseException, group: TyperGroup, words: Sequence[str]) -> int:
     as_json = _wants_json(words)
     usage = isinstance(error, (_UsageError, InvalidArgument))
     path, command = _named(group, words)
-    message = _words(error, command)
-    if not usage:  # a plugin's words may be in it
-        from mla_portable.contracts.values import printable
-
-        message = printable(message)
-        if not isinstance(error, MLAPortableError):
-            if not as_json:
-                raise error
-            sys.stderr.write(printable("".join(traceback.format_exception(error))))
+    message = printable(_words(error, command))  # words of a plugin or a server may be in it
+    if not usage and not isinstance(error, MLAPortableError):
+        if not as_json:
+            raise error
+        sys.stderr.write(printable("".join(traceback.format_exception(error))))
     stderr = Console(stderr=True)
     stderr.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=not stderr.is_terminal)
     if usage:

@@ -23,6 +23,8 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from mla_portable.errors import printable
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 """Something is broken, wrong or cannot be served."""
@@ -66,20 +68,20 @@ class Output:
             raise typer.Exit(EXIT_FAILED) from None
 
     def show(self, *renderables: RenderableType) -> None:
-        """Print results for a person; a plain string without markup."""
+        """Print results for a person; a plain string without markup, with control characters as escapes."""
         self.rest()
         for renderable in renderables:
-            self.stdout.print(Text(renderable) if isinstance(renderable, str) else renderable)
+            self.stdout.print(Text(printable(renderable)) if isinstance(renderable, str) else renderable)
 
     def note(self, message: str) -> None:
         """A line for a person on stderr."""
-        self.stderr.print(Text(message), soft_wrap=True)
+        self.stderr.print(Text(printable(message)), soft_wrap=True)
 
     def busy(self, doing: str) -> None:
         """Say on stderr that something is going on, until something is printed; nothing where stderr is no terminal."""
         self.rest()
         if self.stderr.is_terminal:
-            self._status = self.stderr.status(doing)
+            self._status = self.stderr.status(Text(printable(doing)))
             self._status.start()
 
     def rest(self) -> None:
@@ -150,22 +152,25 @@ def _results_alone(*, redirect: bool) -> Generator[TextIO]:
 
 
 def hanging(label: str, text: str) -> RenderableType:
-    """A label and a text whose further lines stand below its first."""
+    """A label and a text whose further lines stand below its first, with control characters as escapes."""
     result = Table.grid(padding=(0, 2, 0, 0))
-    result.add_row(Text(f"{label:<6}", "dim"), Text(text))
+    result.add_row(Text(f"{label:<6}", "dim"), Text(printable(text)))
     return Padding.indent(result, 2)
 
 
 def columns(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[str] = ()) -> RenderableType:
-    """Plain strings in columns without lines. What is too wide is folded in the last column, or, where that is one of the
-    `numbers`, which are aligned to the right, in any other."""
+    """Plain strings in columns without lines, with control characters as escapes.
+
+    What is too wide is folded in the last column, or, where that is one of the `numbers`, which are aligned to the right, in
+    any other.
+    """
     result = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     folded = [each for each in headings if each not in numbers] if headings[-1] in numbers else headings[-1:]
     for heading in headings:
         side = "right" if heading in numbers else "left"
         result.add_column(Text(heading), justify=side, overflow="fold", no_wrap=heading not in folded)
     for row in rows:
-        result.add_row(*map(Text, row))
+        result.add_row(*(Text(printable(cell)) for cell in row))
     return Padding.indent(result, 2)
 
 

@@ -52,7 +52,7 @@ def guarded(work: Callable[[], None]) -> None:
         if isinstance(error, OSError) and error.errno in _WRITE_ERRORS and error.filename is None:
             message = f"mla-portable: write error: {error.strerror}"
         else:
-            from mla_portable.contracts.values import printable
+            from mla_portable.errors import printable
 
             message = printable(traceback.format_exc())
         with contextlib.suppress(OSError):  # stderr may be what cannot be written to

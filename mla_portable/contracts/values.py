@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -23,8 +22,6 @@ CACHE_ALIGNMENT: Final = 16
 """Bytes that divide the address and the block stride of a cache of whole rows in memory from torch: the usual case, and the
 greatest alignment that is distinguished."""
 _NO_LIMITS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType({})
-_UNPRINTABLE: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of Unicode: control and format characters, halves of surrogates, separators of lines and paragraphs."""
 _TEXTS: Final = {"str": str, "str | None": str}
 
 
@@ -54,17 +51,6 @@ def describe(value: Any) -> str:
         text = "of too many digits"
     text = text if len(text) <= 40 else f"{text[:40]}..."
     return text if type(value) is int else f"{type(value).__name__} {text}"
-
-
-def printable(text: str) -> str:
-    """`text` with control characters as escapes ("\\x1b"), so that a foreign text cannot steer a terminal; lines are kept."""
-    return text if text.isprintable() else "".join(map(_printable, text))
-
-
-def _printable(character: str) -> str:
-    if character in "\n\t" or unicodedata.category(character) not in _UNPRINTABLE:
-        return character
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def check_fields(value: Any, limits: Mapping[str, tuple[int, int]] = _NO_LIMITS) -> None:

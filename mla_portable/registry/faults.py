@@ -18,7 +18,7 @@ import torch
 
 from mla_portable.accelerator import is_device_error
 from mla_portable.contracts import DRIVER_FAULTS, PluginError
-from mla_portable.contracts.values import printable
+from mla_portable.errors import printable
 
 T = TypeVar("T")
 

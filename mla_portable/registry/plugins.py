@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from mla_portable.contracts import Baseline, Detector, Implementation, PluginError, Tunable, Variable
-from mla_portable.contracts.values import printable
+from mla_portable.errors import printable
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS, limited

@@ -23,7 +23,7 @@ import torch
 from mla_portable.accelerator import Accelerator, accelerator
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Reason, neutral_defaults
 from mla_portable.contracts.rules import extent
-from mla_portable.contracts.values import printable
+from mla_portable.errors import printable
 from mla_portable.registry.faults import blame, first_line, is_fatal, text_of
 from mla_portable.registry.limits import PluginTimeout, isolated
 

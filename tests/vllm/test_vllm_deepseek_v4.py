@@ -158,7 +158,7 @@ def test_layers_say_what_serves_them_in_the_metric_and_in_the_log(kind: str, mon
     wanted = {"sparse_decode", "sparse_prefill"} | ({"convert_indices"} if kind == "selected" else set())
     assert {primitive for primitive, _ in served} == wanted and device == bound.attention.facts.name
     assert set(served) >= set(attention_serving(bound.attention.route_decision))
-    assert {(each.primitive, each.implementation, each.device) for each in in_log("\n".join(logged))} == {
+    assert {(each.primitive, each.implementation, each.device) for each in in_log(logged).served} == {
         (*pair, device) for pair in served
     }
 

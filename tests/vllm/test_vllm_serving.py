@@ -25,7 +25,7 @@ def test_a_builder_sets_the_gauge_and_logs_a_line_that_is_read(caplog: pytest.Lo
     found = [each for each in serving.in_metrics(text) if each.device == attention.facts.name]
     assert {(each.primitive, each.implementation) for each in found} >= pairs and {each.processes for each in found} == {1}
     assert serving.is_of_one_process(text)
-    logged = serving.in_log(caplog.text)
+    logged = serving.in_log(caplog.text.splitlines()).served
     assert {(each.primitive, each.implementation, each.device) for each in logged} == {
         (*p, attention.facts.name) for p in pairs
     }
