@@ -295,7 +295,7 @@ def check_whole_layer(
     assert torch.equal(cached[slots][:, LATENT:], k_pe[:, 0].double())  # the layer wrote its tokens
     as_given = cached.clone()  # what prompts over keys of each head attend to: new tokens before the cache rounded them
     as_given[slots] = torch.cat((kv_c, k_pe[:, 0]), dim=1).double()
-    w_k, w_v = engine.layer.kv_b_proj.weight.double().view(HEADS, NOPE + V_DIM, LATENT).split([NOPE, V_DIM], dim=1)
+    w_k, w_v = engine.layer.kv_b_proj.plain().double().view(HEADS, NOPE + V_DIM, LATENT).split([NOPE, V_DIM], dim=1)
     for token, r in enumerate(step.requests):
         is_prompt = metadata.prefill is not None and token >= metadata.num_decode_tokens
         chosen = [int(step.table[r, p // BLOCK]) * BLOCK + p % BLOCK for p in step.topk[token].tolist() if p >= 0]

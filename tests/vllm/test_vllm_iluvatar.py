@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_vllm_forward import BATCHES, check_whole_layer
 from vllm.model_executor.layers.attention import mla_attention
-from vllm_engine import HEADS, LATENT, NOPE, V_DIM, KvBProj, check_step, make_engine
+from vllm_engine import HEADS, LATENT, NOPE, V_DIM, KvBProj, PackedKvBProj, check_step, make_engine
 
 from mla_portable.contracts import InvalidArgument
 from mla_portable.vllm import compat, settings
@@ -60,19 +60,6 @@ def test_the_layer_is_dense_attention_over_the_chosen_tokens(dtype: str, served_
     check_whole_layer(make_engine(dtype))
 
 
-class Quantised(KvBProj):
-    """kv_b_proj whose weight only its method can read: stored negated and transposed."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.plain = self.weight.data.clone()
-        self.weight.data.mul_(-1)
-        self.input_size_per_partition, self.quant_method = LATENT, self
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: None) -> torch.Tensor:
-        return x @ -layer.weight.T
-
-
 def loaded(kv_b_proj: Any) -> ProjectingImpl:
     with iluvatar_layer.layer():
         impl = make_engine("auto").impl
@@ -81,15 +68,15 @@ def loaded(kv_b_proj: Any) -> ProjectingImpl:
     return impl
 
 
-@pytest.mark.parametrize("make", [KvBProj, Quantised])
+@pytest.mark.parametrize("make", [KvBProj, PackedKvBProj])
 def test_weights_are_those_of_kv_b_proj(make: type):
     kv_b_proj = make(3)
     impl = loaded(kv_b_proj)
-    by_head = getattr(kv_b_proj, "plain", kv_b_proj.weight).view(HEADS, NOPE + V_DIM, LATENT)
+    by_head = kv_b_proj.plain().view(HEADS, NOPE + V_DIM, LATENT)
     assert torch.equal(impl.W_UK, by_head[:, :NOPE].permute(2, 0, 1))
     assert torch.equal(impl.W_UV, by_head[:, NOPE:].permute(2, 0, 1))
-    shares = impl.W_UK.untyped_storage().data_ptr() == kv_b_proj.weight.untyped_storage().data_ptr()
-    assert shares == (make is KvBProj)  # what is not quantised is not copied
+    own = next(kv_b_proj.parameters()).untyped_storage().data_ptr()
+    assert (impl.W_UK.untyped_storage().data_ptr() == own) == (make is KvBProj)  # what is not quantised is not copied
     q, x = torch.randn(5, HEADS, NOPE), torch.randn(5, HEADS, LATENT)
     ql, v = impl._k_up_proj(q), impl._v_up_proj(x)
     assert ql.is_contiguous() and v.is_contiguous()

@@ -24,6 +24,8 @@ from vllm_engine import (
     TOPK,
     V_DIM,
     Engine,
+    KvBProj,
+    PackedKvBProj,
     check_step,
     make_config,
     make_engine,
@@ -103,6 +105,17 @@ def test_prompts_go_to_forward_mha_and_decodes_do_not(
     assert calls == {"forward_mha": [sum(query_lens[decodes:])], "forward_mqa": [decodes] * bool(decodes)}
     assert (metadata.num_decodes, metadata.num_prefills) == (decodes, len(query_lens) - decodes)
     assert metadata.prefill.plan.masked == (max(seq_lens[decodes:]) > TOPK) == (not metadata.prefill.use_dense_mha)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_weights_of_four_bits_are_projected_by_their_own_method(dtype: str, monkeypatch: pytest.MonkeyPatch):
+    """Decodes by the weights that vLLM's layer makes of `kv_b_proj`, prompts by calling it."""
+    engine = make_prompt_engine(monkeypatch, dtype, kv_b_proj=PackedKvBProj)
+    assert not hasattr(engine.layer.kv_b_proj, "weight") and engine.layer.kv_b_proj.weight_packed.dtype == torch.int32
+    assert 0.01 < (engine.layer.kv_b_proj.plain() - KvBProj(7).plain()).norm() / KvBProj(7).plain().norm() < 0.2
+    calls = watch(engine, monkeypatch)
+    check_whole_layer(engine, [1, 1, 90, 9], [100, 64, 90, 9])
+    assert calls == {"forward_mha": [99], "forward_mqa": [2]}
 
 
 def test_drafts_are_verified_as_decodes_beside_prompts(monkeypatch: pytest.MonkeyPatch):

@@ -119,8 +119,42 @@ class KvBProj(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.params_dtype, self.quant_method = torch.bfloat16, None
 
+    def plain(self) -> Tensor:
+        """[H * (NOPE + V_DIM), 512], its values."""
+        return self.weight
+
     def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (x @ self.weight.T,)
+        return (x @ self.plain().T,)
+
+
+GROUP = 128
+"""Columns that share a scale, as checkpoints of 4 bits have it."""
+
+
+class PackedKvBProj(KvBProj):
+    """As that of a compressed-tensors checkpoint of 4 bits (W4A16): `weight_packed` and `weight_scale`, no `weight`.
+
+    Its method alone can read them, as it can those that Marlin has shuffled: vLLM's layer applies it to the unit matrix.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        groups = self.weight.data.unflatten(1, (-1, GROUP))
+        scale = groups.abs().amax(dim=-1, keepdim=True) / 7
+        codes = (groups / scale).round().flatten(1).to(torch.int32) + 8
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        packed = (codes.unflatten(1, (-1, 8)) << shifts).sum(dim=-1, dtype=torch.int32)
+        del self.weight
+        self.weight_packed = torch.nn.Parameter(packed, requires_grad=False)
+        self.weight_scale = torch.nn.Parameter(scale.squeeze(-1), requires_grad=False)
+        self.input_size_per_partition, self.quant_method = LATENT, self
+
+    def plain(self) -> Tensor:
+        codes = (self.weight_packed.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+        return ((codes.flatten(1) - 8).unflatten(1, (-1, GROUP)) * self.weight_scale.unsqueeze(-1)).flatten(1)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x @ layer.plain().T.to(x.dtype)
 
 
 @dataclass
@@ -161,11 +195,12 @@ def make_engine(
     rope: int = ROPE,
     block: int = BLOCK,
     apart: int = 0,
+    kv_b_proj: type[KvBProj] = KvBProj,
 ) -> Engine:
     """Build a layer, its builder and its cache as vLLM's worker does; the cache is poisoned.
 
     sinks: of the layer, [H]. rope: 0 for a model of WITHOUT_ROPE. block: of the cache, as kernels see it. apart: rows of other
-    layers between its blocks, as in vLLM's layouts with the blocks outermost.
+    layers between its blocks, as in vLLM's layouts with the blocks outermost. kv_b_proj: how its weight is stored.
     """
     config = make_config(kv_cache_dtype, drafts=drafts, rope=rope)
     if apart:
@@ -190,7 +225,7 @@ def make_engine(
             v_head_dim=V_DIM,
             q_lora_rank=None,
             kv_lora_rank=LATENT,
-            kv_b_proj=KvBProj(7),
+            kv_b_proj=kv_b_proj(7),
             cache_config=config.cache_config,
             prefix="model.layers.0.self_attn.attn",
             use_sparse=True,
