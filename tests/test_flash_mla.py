@@ -332,6 +332,13 @@ def test_a_nan_in_a_key_stays_one():
     assert found[:2].tolist() == [INF, INF] and found[2].isnan() and found[3:].tolist() == [1.5, -2.5]
 
 
+@pytest.mark.parametrize("value", ["ON", "On", " on "])
+def test_max_logits_are_asked_for_in_upper_or_lower_case(value: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, value)
+    statistics.wants_max_logits.cache_clear()
+    assert flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1] is not None
+
+
 @pytest.mark.parametrize("value", ["off", ""])
 def test_max_logits_are_left_out_unless_asked_for(value: str, monkeypatch: pytest.MonkeyPatch):
     whole = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())
