@@ -351,6 +351,13 @@ def test_parts_merge_as_they_are_returned(backend: str):
     torch.testing.assert_close(lse, whole[2].masked_fill(whole[2] == INF, -INF))
 
 
+@pytest.mark.parametrize("value", ["ON", "On", " on "])
+def test_max_logits_are_asked_for_in_upper_or_lower_case(value: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, value)
+    statistics.wants_max_logits.cache_clear()
+    assert flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1] is not None
+
+
 @pytest.mark.parametrize("value", ["off", ""])
 def test_max_logits_are_left_out_unless_asked_for(value: str, monkeypatch: pytest.MonkeyPatch):
     whole = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())

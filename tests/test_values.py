@@ -206,7 +206,7 @@ def test_reasons_of_a_declaration_against_a_request(declared: dict[str, Any], as
     assert all(reason.remedy for reason in reasons if reason.subject in ("cache_alignment", "uneven_blocks", "batch_invariant"))
 
 
-@pytest.mark.parametrize("pairs", [((192,),), ((0, 128),), ([192, 128],), (192, 128)])
+@pytest.mark.parametrize("pairs", [((192,),), ((0, 128),), ([192, 128],), (192, 128), [(192, 128)], 192])
 def test_head_dims_are_declared_in_pairs(pairs: Any):
     with pytest.raises(InvalidArgument, match=r"head_dims.*pairs of integers"):
         support(head_dims=pairs)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.request import Request
-from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields, describe
+from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields, check_type, describe
 from mla_portable.errors import InvalidArgument
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS, scale_formats
 
@@ -137,9 +137,10 @@ class Support:
             unknown = [each for each in given if each not in allowed]
             if unknown:
                 raise InvalidArgument(where, name, got=_words(unknown), expected=f"among {_words(allowed)}")
-        for pair in () if self.head_dims is None else self.head_dims:
+        expected = "a tuple of pairs of integers of at least 1, (qk_head_dim, v_head_dim)"
+        check_type(where, "head_dims", () if self.head_dims is None else self.head_dims, tuple, expected)
+        for pair in self.head_dims or ():
             if type(pair) is not tuple or len(pair) != 2 or not all(type(each) is int and each >= 1 for each in pair):
-                expected = "pairs of integers of at least 1, (qk_head_dim, v_head_dim)"
                 raise InvalidArgument(where, "head_dims", got=repr(pair), expected=expected)
         if self.device_types == ():
             raise InvalidArgument(where, "device_types", got="()", expected="at least one device type")

@@ -29,7 +29,7 @@ def wants_max_logits() -> bool:
     """Whether `ENV_MAX_LOGITS` asks for the greatest score; read once a process. Raises: InvalidArgument for another value."""
     value = value_of(os.environ, ENV_MAX_LOGITS)
     check_variables({ENV_MAX_LOGITS: value})
-    return value == "on"
+    return value.lower() == "on"
 
 
 def as_flashmla(lse: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def test_where_images_are_kept(monkeypatch, tmp_path):
     assert images.folder({}) == tmp_path / ".cache" / "mla-portable" / "native"
     assert images.folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/mla-portable/native")
     assert images.folder({"XDG_CACHE_HOME": "/c", images.VARIABLE: "/d"}) == Path("/d")
-    assert images.folder({images.VARIABLE: "off"}) is None
+    assert images.folder({images.VARIABLE: "off"}) is images.folder({images.VARIABLE: "OFF"}) is None
 
     def nobody() -> Path:
         raise RuntimeError("no home")

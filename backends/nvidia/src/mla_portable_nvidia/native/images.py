@@ -32,7 +32,7 @@ def folder(environ: Mapping[str, str]) -> Path | None:
     """Where images are kept; None where they are not."""
     given = environ.get(VARIABLE, "").strip()
     if given:
-        return None if given == "off" else Path(given)
+        return None if given.lower() == "off" else Path(given)
     caches = environ.get("XDG_CACHE_HOME", "").strip()
     try:
         return (Path(caches) if caches else Path.home() / ".cache") / "mla-portable" / "native"
