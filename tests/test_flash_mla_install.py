@@ -7,14 +7,18 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from mla_portable import flash_mla
 from mla_portable.contracts import InvalidArgument
+from mla_portable.flash_mla import installing
 from mla_portable.flash_mla.__main__ import main
 from mla_portable.flash_mla.installing import ON_PATH
 
@@ -37,6 +41,42 @@ def a_real_one(folder: Path) -> Path:
     (folder / "flash_mla" / "__init__.py").write_text("from flash_mla import flash_mla_interface\nREAL = True\n")
     (folder / "flash_mla" / "flash_mla_interface.py").write_text("REAL = True\n")
     return folder
+
+
+class Modules(dict[str, types.ModuleType]):
+    """`sys.modules` while another thread imports: it grows whenever someone looks through it."""
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            yield name
+            self.setdefault("imported_by_another_thread", types.ModuleType("imported_by_another_thread"))
+
+
+def test_other_threads_may_import_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    for change, installed in ((flash_mla.install, True), (flash_mla.uninstall, False)):
+        modules = Modules(sys.modules)
+        monkeypatch.setattr(sys, "modules", modules)
+        change()
+        assert flash_mla.is_installed() is installed and ("flash_mla" in modules) is installed
+
+
+def test_threads_may_install_it_together(monkeypatch: pytest.MonkeyPatch):
+    """Each comes as far as it can before the first has it installed; what was hidden is what was there before."""
+    theirs = sys.modules["flash_mla"] = types.ModuleType("flash_mla")
+    together = threading.Barrier(8)
+    looked_for = installing._another
+
+    def another() -> str | None:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.5)
+        return looked_for()
+
+    monkeypatch.setattr(installing, "_another", another)
+    with ThreadPoolExecutor(8) as threads:
+        done = [threads.submit(flash_mla.install, force=True) for _ in range(8)]
+    assert [each.result() for each in done] == [None] * 8 and flash_mla.is_installed()
+    flash_mla.uninstall()
+    assert sys.modules.pop("flash_mla") is theirs
 
 
 def test_imports_find_it_until_it_is_uninstalled():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,8 @@ ON_PATH: Final = Path(__file__).parent / "on_path"
 
 _replaced: dict[str, ModuleType] = {}
 """What `install(force=True)` took away."""
+_lock: Final = threading.RLock()
+"""Of threads that install and uninstall. Others import meanwhile, so `sys.modules` is copied before it is looked through."""
 
 
 def is_installed() -> bool:
@@ -37,32 +40,34 @@ def install(force: bool = False) -> None:
         force: also where another `flash_mla` can be imported. It is then hidden, also as a provider of kernels.
     Raises: InvalidArgument where another `flash_mla` can be imported, and not `force`.
     """
-    if is_installed():
-        return
-    found = _another()
-    if found is not None and not force:
-        raise InvalidArgument(
-            "flash_mla.install",
-            "force",
-            got=f"False, where {_THEIRS} is {found}",
-            expected=f"True, or an environment without another {_THEIRS}",
-            remedy="FlashMLA may serve this device itself: hide it with force=True only where it does not.",
-        )
-    taken = [name for name in sys.modules if _is_theirs(name)]
-    _replaced.update((name, sys.modules.pop(name)) for name in taken)
-    sys.modules[_THEIRS] = sys.modules[_OURS]
-    for name in _SUBMODULES:
-        sys.modules[f"{_THEIRS}.{name}"] = import_module(f"{_OURS}.{name}")
+    with _lock:
+        if is_installed():
+            return
+        found = _another()
+        if found is not None and not force:
+            raise InvalidArgument(
+                "flash_mla.install",
+                "force",
+                got=f"False, where {_THEIRS} is {found}",
+                expected=f"True, or an environment without another {_THEIRS}",
+                remedy="FlashMLA may serve this device itself: hide it with force=True only where it does not.",
+            )
+        taken = [name for name in sys.modules.copy() if _is_theirs(name)]
+        _replaced.update((name, sys.modules.pop(name)) for name in taken)
+        sys.modules[_THEIRS] = sys.modules[_OURS]
+        for name in _SUBMODULES:
+            sys.modules[f"{_THEIRS}.{name}"] = import_module(f"{_OURS}.{name}")
 
 
 def uninstall() -> None:
     """Undo `install`: the name is free again, or what was hidden is back. Does nothing where it was not called."""
-    if not is_installed():
-        return
-    for name in [name for name in sys.modules if _is_theirs(name)]:
-        del sys.modules[name]
-    sys.modules.update(_replaced)
-    _replaced.clear()
+    with _lock:
+        if not is_installed():
+            return
+        for name in [name for name in sys.modules.copy() if _is_theirs(name)]:
+            del sys.modules[name]
+        sys.modules.update(_replaced)
+        _replaced.clear()
 
 
 def _is_theirs(name: str) -> bool:
