@@ -313,10 +313,9 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         yield replace(params, tokens=0)
         if can_hold_many(facts, level):
             yield replace(params, tokens=MANY_ROWS)
-    for params in (
-        () if level == "smoke" else covering(plain | {"workspace": axes["workspace"][:2]}, strength=1, allowed=allowed)
-    ):
-        yield replace(ConvertIndicesParams(**params), requests="edges", tokens=16, pattern="corpus")
+    edges = plain | {"workspace": axes["workspace"][:2]}
+    for choice in () if level == "smoke" else covering(edges, strength=1, allowed=allowed):
+        yield replace(ConvertIndicesParams(**choice), requests="edges", tokens=16, pattern="corpus")
     narrow = plain | {"topk": narrow_topks(implementation, facts), "pattern": ["dense", "absent"], "compact": compact}
     if level != "smoke" and narrow["topk"]:
         yield from (ConvertIndicesParams(**choice) for choice in covering(narrow, strength=1, allowed=allowed))
