@@ -120,7 +120,7 @@ def test_tokens_over_keys_of_each_head_are_counted(kit: Any):
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
     several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.rank_long(), *kit.jobs.rank_flash()]
-    several += kit.jobs.other_models()
+    several += [*kit.jobs.other_models(), *kit.jobs.four_bits()]
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -267,6 +267,7 @@ def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
     names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "rank_long", "rank_flash", "other_models")
+    names += ("four_bits",)
     lists = [getattr(kit.jobs, each) for each in names]
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
@@ -628,6 +629,69 @@ def test_checkpoints_share_what_they_have_in_common(kit: Any):
     name = "model.layers.0.self_attn.indexer.wq_b.weight"
     assert small.keys() == large.keys() and small[name].equal(large[name])
     assert large["model.layers.1.self_attn.q_b_proj.weight"].shape == (64 * 192, 256)
+
+
+def nibbles(words: torch.Tensor) -> torch.Tensor:
+    """[A, B] int32 -> [A, 8 B], the lowest four bits first."""
+    return torch.stack([(words >> 4 * place) & 15 for place in range(8)], dim=-1).flatten(1)
+
+
+@pytest.mark.parametrize("kind", ["packed", "awq"])
+def test_weights_of_four_bits_are_those_of_the_model_rounded(
+    kit: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Read back by the formats' definitions. The indexer, norms and embeddings stay."""
+    written: list[Any] = []
+    monkeypatch.setattr(kit.checkpoint, "write", lambda *given: written.extend(given))
+    kit.checkpoint.write_model(tmp_path, f"{kind}16")
+    folder, config, make = written
+    stored = make()
+    assert folder == tmp_path / f"{kind}16" and json.dumps(config)
+    assert config["quantization_config"]["quant_method"] == {"packed": "compressed-tensors", "awq": "awq"}[kind]
+    plain = kit.checkpoint.tensors(16)
+    rounded = 0
+    for name, weight in plain.items():
+        own = name.removesuffix(".weight")
+        if name in stored:
+            assert stored.pop(name).equal(weight) and ("indexer" in name or weight.dim() == 1 or own in ("lm_head", EMBEDDING))
+            continue
+        rounded += 1
+        if kind == "packed":
+            assert tuple(stored.pop(f"{name}_shape")) == weight.shape
+            scale = stored.pop(f"{name}_scale").float().repeat_interleave(128, dim=1)
+            values = (nibbles(stored.pop(f"{name}_packed")) - 8) * scale
+        else:
+            order = [0, 4, 1, 5, 2, 6, 3, 7]  # of the nibble that has each of eight outputs
+            scale = stored.pop(f"{own}.scales").float().repeat_interleave(128, dim=0)
+            codes, zeros = (
+                nibbles(stored.pop(f"{own}.{part}")).unflatten(1, (-1, 8))[..., order].flatten(1)
+                for part in ("qweight", "qzeros")
+            )
+            values, scale = ((codes - zeros.repeat_interleave(128, dim=0)) * scale).T, scale.T
+        assert ((values - weight.float()).abs() <= 1.01 * scale).all() and (values - weight.float()).norm() > 0
+        assert (values - weight.float()).norm() < 0.2 * weight.float().norm(), name
+    assert not stored and rounded == 2 * 8  # of each layer: five of attention, three of the feed-forward network
+
+
+def test_weights_of_four_bits_are_compared_with_stock_on_the_same_checkpoint(kit: Any):
+    planned = kit.jobs.four_bits()
+    names = {job.name for job in planned}
+    assert {
+        f"{kind}-{who}-{kv}-eager" for kind in ("packed", "awq") for who in ("stock", "plugin", "sm80") for kv in CACHES
+    } <= names
+    assert {job.model for job in planned} == {"packed16", "awq16"} and all(job.options["by_default"] for job in planned)
+    texts = [prompt(17, [1, 2]), prompt(3000, [3])]
+    for per_head, passed in ((3017, True), (0, False)):  # prompts must be projected by kv_b_proj's own method
+        ran = run_of(kit, "packed-stock-fp8-eager", texts, texts, texts, served="", per_head=0)
+        ran |= run_of(kit, "packed-plugin-fp8-eager", texts, per_head=per_head)
+        ran |= run_of(kit, "packed-sm80-fp8-eager", texts, per_head=0)
+        lines = {line.name: line for line in kit.judge.other_models(ran, planned)}
+        assert lines["packed-plugin-fp8-eager"].passed is passed and lines["packed-sm80-fp8-eager"].passed
+        assert f"{per_head} tokens over keys" in lines["packed-plugin-fp8-eager"].found
+        assert lines["awq-plugin-bf16-eager"].passed is False, "did not finish"
+
+
+EMBEDDING, CACHES = "model.embed_tokens", ("bf16", "fp8")
 
 
 def test_other_models_are_compared_with_stock_where_it_has_the_cache(kit: Any):

@@ -221,8 +221,10 @@ def write_model(folder: Path, name: str) -> None:
 
     heads16: a small model. drafts16: with a layer that drafts. rank16: one GPU's share of the whole model, without weights.
     ranklong16: the same for longer sequences. nope16, sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4
-    (`other_models`). rankflash16: as rank16, of the first of them.
+    (`other_models`). rankflash16: as rank16, of the first of them. packed16, awq16: as heads16 in 4 bits
+    (`four_bits`).
     """
+    import four_bits
     import other_models
 
     kind = name.rstrip("0123456789")
@@ -239,6 +241,14 @@ def write_model(folder: Path, name: str) -> None:
         config, make = {
             "heads": (_config, tensors),
             "drafts": (lambda heads: _config(heads) | drafts, lambda heads: tensors(heads, drafts=True)),
+            "packed": (
+                lambda heads: _config(heads) | {"quantization_config": four_bits.PACKED},
+                lambda heads: four_bits.packed(tensors(heads)),
+            ),
+            "awq": (
+                lambda heads: _config(heads) | {"quantization_config": four_bits.AWQ},
+                lambda heads: four_bits.awq(tensors(heads)),
+            ),
             "nope": (other_models.glm_config, other_models.glm_tensors),
             "sinks": (other_models.hy_config, other_models.hy_tensors),
         }[kind]

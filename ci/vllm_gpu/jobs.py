@@ -261,6 +261,27 @@ def other_models() -> list[Job]:
     return [*found, Job("glm53-sm80-off", "refuse", "sm80", "auto", 16, **stop)]
 
 
+FOUR_BITS: Final = {"packed": ("packed16", "stock"), "awq": ("awq16", "stock")}
+"""As OTHER_MODELS: DeepSeek-V3.2 with weights of 4 bits, as compressed-tensors (W4A16) and AWQ store them."""
+
+
+def four_bits() -> list[Job]:
+    """Weights of 4 bits: stock, the plugin, and as SM80, whose GPUs are those that such weights are for; as by default.
+
+    Prompts may go over keys of each head, so that `kv_b_proj` is called, beside what vLLM's layer makes of it for decodes.
+    """
+    cells = [(who, kv, "eager") for who in ("stock", "plugin", "sm80") for kv in KV_DTYPES]
+    cells += [("plugin", kv, "graphs") for kv in KV_DTYPES]
+    found: list[Job] = []
+    for (who, kv, mode), (name, (model, _)) in product(cells, FOUR_BITS.items()):
+        options = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": 3 if who == "stock" else 1}
+        options |= {"model": model, "by_default": True}
+        rehearsal = REHEARSALS.get(who, {})
+        label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
+        found.append(Job(label, "generate", who, kv, 16, mode, rehearsal=rehearsal, options=options, seconds=300))
+    return found
+
+
 def load() -> list[Job]:
     """Engines that take turns to be timed from outside: the plugin, and stock as it is by default."""
     first = ((32, 128), (16, 512), (8, 1024), (8, 2000), (4, 4096))

@@ -332,15 +332,16 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
     """Each engine against stock's eager one; where stock has no such cache, against that of Triton's kernels alone.
 
     Where vLLM has no backend of its own for the model, because a package is missing, that is said and does not count. An engine
-    that differs from itself fails, and nothing is judged by it.
+    that differs from itself fails, and nothing is judged by it. Where prompts may go over keys of each head, the plugin's must.
     """
+    models = {**jobs.OTHER_MODELS, **jobs.FOUR_BITS}
     for job in planned:
         if job.task == "refuse":
             if job.name in ran:
                 yield _refusal(job.name, ran[job.name])
             continue
         name, kv = job.name.split("-")[0], job.name.split("-")[-2]
-        _, stock = jobs.OTHER_MODELS[name]
+        _, stock = models[name]
         known = [f"{name}-{who}-{kv}-eager" for who in (stock, "triton")]
         against = next((each for each in known if _runs(ran, each)), "")
         runs = _runs(ran, job.name)
@@ -352,8 +353,14 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
             yield Line(job.name, f"nothing to compare it with: none of {', '.join(known)} finished", False)
         else:
             compared = compare(_runs(ran, against)[0], runs[0])
-            passed = compared.is_close and (job.who == stock or bool(ran[job.name].served))
-            yield Line(job.name, f"against {against}: {compared}", passed if _agrees(_runs(ran, against)) else None)
+            passed, found = (
+                compared.is_close and (job.who == stock or bool(ran[job.name].served)),
+                f"against {against}: {compared}",
+            )
+            if job.options.get("by_default") and job.who == "plugin":
+                per_head = ran[job.name].result["per_head"]
+                passed, found = passed and per_head > 0, f"{found}; {per_head} tokens over keys of each head"
+            yield Line(job.name, found, passed if _agrees(_runs(ran, against)) else None)
 
 
 def _agrees(runs: Sequence[Run]) -> bool:
