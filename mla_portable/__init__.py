@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mla_portable: sparse MLA attention (DeepSeek-V3.2 style DSA) on any accelerator.
+"""mla_portable: sparse MLA attention (DeepSeek-V3.2 style DSA) by vendors' and portable kernels.
 
 The primitives are functions of this module; `SparseMLAAttention` composes them for an engine's layer, `Planner` prepares a
 step for all layers, `use` forces a choice of implementation and `explain` shows it. Names load on first use.

@@ -193,6 +193,7 @@ def test_an_error_is_a_document_too():
 
 def test_run_prints_who_served_each_primitive_and_how_well():
     text = invoke("run", *SMALL).stdout
+    assert "x_q is in half steps between values of its FP8 dtype" in text
     for line in (*OF_A_STEP, "the whole step", "planning the step"):
         assert line in text
     assert "reference.torch" in text and "route   direct" in text and "All errors are within" in text

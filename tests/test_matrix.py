@@ -369,7 +369,7 @@ def test_a_device_is_found_by_the_beginning_of_its_name() -> None:
     assert profile_named("a100", PROFILES).slug == "a100-80g" and profile_named("H200", PROFILES).slug == "h200"
     assert profile_named("NVIDIA A100-SXM4-80GB", PROFILES).slug == "a100-80g"
     for name, question in (
-        ("rtx", "did you mean rtx3090 or rtx4090 or rtx5090"),
+        ("rtx", "did you mean rtx3090 or rtx4090 or rtx5090 or rtxpro6000"),
         ("h2000", "did you mean h200"),
         ("?", "expected one of a10"),
     ):

@@ -172,6 +172,8 @@ def _for_a_person(report: StepReport, *, every: bool) -> Iterator[RenderableType
         yield f"* not part of the route {report.route}; measured anyway"
     cold = ", cold cache" if report.forward.cold_l2 else ""
     yield f"Times: {report.forward.clock}{cold}. Errors: against float64 on the CPU, {report.checked} of the step."
+    if any(finding.quantity == "x_q" for part in report.primitives for finding in part.findings):
+        yield "x_q is in half steps between values of its FP8 dtype: up to 1 it is the nearest one."
     yield Text("All errors are within their tolerances.", "green") if report.ok else Text("WRONG:", "bold red")
     yield from (f"  {line}" for line in report.failures())
 
