@@ -28,23 +28,29 @@ static T read_shared(u32 at, int of) {
     std::memcpy(&value, shared_of(of) + at, sizeof(T));
     return value;
 }
-struct Phases { int count, left; u32 phase; };
+struct Phases { int count, left, bytes; u32 phase; };  // bytes: of copies that this phase waits for too
 static std::map<std::pair<int, u32>, Phases> phases;
 static Phases& phases_of(u32 barrier) {
     const auto found = phases.find({block(), barrier});
     if (found == phases.end()) fail("a barrier that is none");
     return found->second;
 }
-static void barrier_init(u32 barrier, u32 count) { phases[{block(), barrier}] = {(int)count, (int)count, 0}; }
-static void barrier_arrive(u32 barrier) {
+static void barrier_init(u32 barrier, u32 count) { phases[{block(), barrier}] = {(int)count, (int)count, 0, 0}; }
+static void barrier_count(u32 barrier, int arrivals, int bytes) {
     Phases& of = phases_of(barrier);
-    if (--of.left == 0) of.left = of.count, ++of.phase, idle = spins = 0;
+    of.left -= arrivals, of.bytes += bytes;
+    if (of.left < 0 || (of.left == 0 && of.bytes < 0)) fail("more at a barrier than it waits for");
+    if (of.left == 0 && of.bytes == 0) of.left = of.count, ++of.phase, idle = spins = 0;
 }
+static void barrier_arrive(u32 barrier) { barrier_count(barrier, 1, 0); }
+static void barrier_expect(u32 barrier, u32 bytes) { barrier_count(barrier, 1, (int)bytes); }
+static bool (*copy_arrives)(u32);  // the next one for a barrier, if any: where copies arrive when they are waited for
 static void barrier_wait(u32 barrier, u32 parity) {
     const Phases& of = phases_of(barrier);
     if (parity > 1) fail("a parity that is none");
     const u32 before = of.phase;
-    while ((of.phase & 1) == parity) others();
+    while ((of.phase & 1) == parity)
+        if (of.left || !copy_arrives || !copy_arrives(barrier)) others();
     if (of.phase > before + 1) fail("a phase that was missed");
 }
 static void async_fence() {}

@@ -9,14 +9,13 @@ import re
 import struct
 from contextlib import nullcontext
 from importlib.resources import files
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kept_images import kept_image, kept_listing
 from machines import A100, B200, H200
-from masked_model import COUNTER, SOURCE, MaskedModel
+from masked_model import SOURCE, MaskedModel, stand_in_for_device
 from native_model import Memory, stand_ins
 from source_on_cpu import COMPILER, compiled
 
@@ -118,11 +117,9 @@ def test_pack_selection_compiles_without_spills(arch):
 
 @pytest.fixture
 def bound(monkeypatch):
-    """(binds for some head dims, its models); a map of a tensor holds its address and the rows of its boxes."""
+    """(binds for some head dims, its models)."""
     with stand_ins(monkeypatch, MaskedModel, arch="sm_90a") as models:
-        monkeypatch.setattr(masked, "index_of", lambda request: -1)
-        monkeypatch.setattr(masked, "_counters", SimpleNamespace(take=lambda index: COUNTER))
-        monkeypatch.setattr(masked, "tensor_map", lambda x, rows: struct.pack("2Q112x", x.data_ptr(), rows))
+        stand_in_for_device(monkeypatch)
         yield lambda **dims: masked.bind_masked_prefill(Request(MASKED_PREFILL, H200, **dims)), models
 
 
