@@ -22,6 +22,7 @@ from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Worksho
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.cover import Choice
 from mla_portable.problems.draw import generator
+from mla_portable.problems.exact import INT32_MAX
 from mla_portable.problems.shapes import accepted, can_capture, heads
 from mla_portable.problems.stage import Problem, Results, Stage
 
@@ -41,9 +42,18 @@ BATCHES: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "keyless": ((5, 3), (0, 9)),
     "empty": ((), ()),
     "long": ((300, 129, 1), (300, 700, 513)),
+    "nothing": ((5, 3), (0, 0)),
+    "corners": ((5, 5, 5), (67, 131, 68)),
+    "pairs": ((130, 130, 130), (130, 150, 140)),
 }
 """Queries and keys of each request. ragged: alone, with a context, a single token. idle: requests without queries, one of them
-without keys. fewer: fewer keys than queries. keyless: no keys. long: several tiles of queries and of keys."""
+without keys. fewer: fewer keys than queries. keyless: no keys. long: several tiles of queries and of keys. nothing: no request
+has keys. corners: the first query sees one key less than whole tiles of keys have, or as many. pairs: two tiles of queries
+each."""
+_SCENES: Final = ("long", "nothing", "corners", "pairs")
+"""Batches of cases of their own."""
+_SPARE: Final = 20_000
+"""With so many keys, groups of streams that fit in 32 MB are two of the three that `pairs` has with one head."""
 
 
 def masked_prefill(
@@ -131,12 +141,14 @@ class MaskedPrefillParams(Params):
         apart: tokens of no request lie in front of the first one and behind the last one, and keys too.
         inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
         size: "plain"; "large", scores of hundreds, past what exp can take.
+        spare: so many keys more of no request lie in front of the first one; max_key_len counts them.
+        bounds: of max_query_len and max_key_len, "exact" or "largest", the largest int32.
     """
 
     primitive = MASKED_PREFILL
     says = (
         "h{heads}! d{qk_head_dim}! {v_head_dim}! {batch}! full{full} selected_{selected} held_{held} apart{apart} "
-        "finite{finite} lse_{lse} in{inputs} out_{outputs} {size}"
+        "finite{finite} lse_{lse} in{inputs} out_{outputs} {size} spare{spare} bounds_{bounds}"
     )
     asks = "num_heads=heads qk_head_dim v_head_dim selection=selected finite_values=finite lse"
     heads: int
@@ -152,6 +164,8 @@ class MaskedPrefillParams(Params):
     inputs: str = "packed"
     outputs: str = "fresh"
     size: str = "plain"
+    spare: int = 0
+    bounds: str = "exact"
 
     @classmethod
     def asked(cls, device: DeviceFacts, values: Mapping[str, Any]) -> Request:
@@ -163,13 +177,17 @@ class MaskedPrefillParams(Params):
         g, stage = generator(seed), Stage(device)
         queries, keys = BATCHES[self.batch]
         before, behind = (2, 3) if self.apart else (0, 0)
-        tokens, rows = before + sum(queries) + behind, before + sum(keys) + behind
+        first_key = before + self.spare
+        tokens, rows = before + sum(queries) + behind, first_key + sum(keys) + behind
         q = torch.randn(tokens, self.heads, self.qk_head_dim, generator=g)
         k = torch.randn(rows, self.heads, self.qk_head_dim, generator=g)
         v = torch.randn(rows, self.heads, self.v_head_dim, generator=g)
         if self.size == "large":
             q *= 64
-        starts = [torch.tensor([*accumulate(lengths, initial=before)], dtype=torch.int32) for lengths in (queries, keys)]
+        starts = [
+            torch.tensor([*accumulate(lengths, initial=first)], dtype=torch.int32)
+            for lengths, first in ((queries, before), (keys, first_key))
+        ]
         selection = self._selection(starts[0], keys, tokens, g)
         attended = self._attended_keys(starts[0], starts[1], selection, rows)
         arguments: dict[str, Any] = {
@@ -183,7 +201,9 @@ class MaskedPrefillParams(Params):
         out, lse, terms = _attended(**arguments, **given)
         strided = self.inputs == "views"
         args = {name: stage.read(name, each, strided=strided and each.dim() == 3) for name, each in arguments.items()}
-        longest = {"max_query_len": max(queries, default=0), "max_key_len": max(keys, default=0)}
+        longest = {"max_query_len": max(queries, default=0), "max_key_len": max(keys, default=0) + self.spare}
+        if self.bounds == "largest":
+            longest = dict.fromkeys(longest, INT32_MAX)
         keywords = {**given, **longest}
         if selection is not None:
             keywords["selection"] = stage.read("selection", selection, strided=strided)
@@ -242,7 +262,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         "heads": small if on_cpu else counts,
         "qk_head_dim": list(dict.fromkeys(qk for qk, _ in pairs)),
         "v_head_dim": list(dict.fromkeys(v for _, v in pairs)),
-        "batch": ["ragged", "idle", "fewer"] if level == "smoke" else [name for name in BATCHES if name != "long"],
+        "batch": ["ragged", "idle", "fewer"] if level == "smoke" else [name for name in BATCHES if name not in _SCENES],
         "full": [False, True],
         "selected": [*selections, "none"],
         "finite": [False, True],
@@ -279,6 +299,11 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
             if not on_cpu:
                 for count in counts:
                     yield replace(base, heads=count, qk_head_dim=qk, v_head_dim=value, selected=each, apart=True)
+        yield replace(base, qk_head_dim=qk, v_head_dim=value, batch="corners")
+        yield replace(base, qk_head_dim=qk, v_head_dim=value, batch="nothing")
+    if base.heads == 1:
+        yield replace(base, batch="pairs", spare=_SPARE)
+    yield replace(base, batch="ragged", apart=True, bounds="largest")
     if can_capture(implementation, facts):
         for each in axes["selected"]:
             yield replace(base, batch="ragged", selected=each, outputs="packed", run="graph")

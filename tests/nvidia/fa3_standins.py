@@ -147,6 +147,8 @@ class Library:
         self.need(len(starts[0]) == len(starts[1]) > 1, "another number of requests")
         self.need(given["num_splits"] == 1, f"num_splits {given['num_splits']}")
         longest, causal = given["max_seqlen_q"], given["is_causal"] and given["max_seqlen_q"] > 1
+        rounded = -(-max(longest, given["max_seqlen_k"]) // TILE) * TILE  # in int32
+        self.need(rounded < 2**31, f"a bound of {max(longest, given['max_seqlen_k'])} overflows")
         self.prompts.append((tokens, heads, keys, longest))
         lse = torch.full((heads, tokens), float("nan"))
         firsts, begins = (each.tolist() for each in starts)
