@@ -155,6 +155,23 @@ run(4); before = peak(); run(256); print(peak() - before)
     assert float(done.stdout) < 64  # MiB
 
 
+def test_memory_of_a_selection_grows_with_its_positions_and_not_with_its_width():
+    """A row of all positions that int32 has takes 256 MiB of words, and nothing for each bit."""
+    code = """
+import resource, torch
+from mla_portable.primitives import PACK_SELECTION
+positions = torch.tensor([[0, 2**31 - 2, 31, -1, 2**31 - 1, 31, -2**31]], dtype=torch.int32)
+PACK_SELECTION.reference(positions, width=40)
+mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (512 << 20),) * 2)
+words = PACK_SELECTION.reference(positions, width=2**31 - 1)
+assert words.shape == (1, 2**26)
+print(words[0, 0].item(), words[0, -1].item(), words[0, 1:-1].count_nonzero().item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(1 - 2**31), str(2**30), "0"]
+
+
 # --- cache
 
 

@@ -17,7 +17,7 @@ from mla_portable.primitives._reference import isolated
 __all__ = ["PACK_SELECTION", "PackSelection", "pack_selection"]
 
 _CHUNK_BYTES: Final = 64 << 20
-"""Of a byte for each position and of int64 temporaries, that are held at a time."""
+"""Of int64 temporaries, that are held at a time."""
 
 TENSORS: Final = TensorTable(
     "pack_selection",
@@ -80,24 +80,24 @@ def num_words(width: int) -> int:
 
 @isolated
 def reference(topk_indices: Tensor, *, width: int, starts: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """A table of truths, then sums of powers of two. Allocates about 64 MiB beyond the output, or what one row takes."""
+    """Sums of powers of two, one for each position of a row. Allocates about 64 MiB beyond the output, or what one row takes.
+
+    What a row takes is counted by K: `width` adds nothing but words of the output.
+    """
     num_tokens, topk = topk_indices.shape
-    words, device = num_words(width), topk_indices.device
     if out is None:
-        out = torch.empty((num_tokens, words), dtype=torch.int32, device=device)
-    power = torch.ones(32, dtype=torch.int64, device=device) << torch.arange(32, dtype=torch.int64, device=device)
-    step = max(1, _CHUNK_BYTES // (16 * topk + 9 * 32 * words))
+        out = torch.empty((num_tokens, num_words(width)), dtype=torch.int32, device=topk_indices.device)
+    step = max(1, _CHUNK_BYTES // (64 * topk))
     for begin in range(0, num_tokens, step):
         rows = slice(begin, begin + step)
-        position = topk_indices[rows].long()  # [C, K]
+        position = topk_indices[rows].long().sort(dim=1).values  # [C, K]
         offset = position if starts is None else position - starts[rows].long().unsqueeze(1)
-        inside = (position >= 0) & (offset >= 0) & (offset < width)
-        # one column more, for what is left out
-        selected = torch.zeros((position.shape[0], 32 * words + 1), dtype=torch.bool, device=device)
-        selected.scatter_(1, offset.masked_fill_(~inside, 32 * words), True)
-        bits = selected[:, :-1].reshape(-1, words, 32) * power  # [C, W, 32]
-        unsigned = bits.sum(dim=2)  # [C, W], below 2**32
-        out[rows] = torch.where(unsigned > INT32_MAX, unsigned - (1 << 32), unsigned).to(torch.int32)
+        selected = (position >= 0) & (offset >= 0) & (offset < width)
+        selected[:, 1:] &= position[:, 1:] != position[:, :-1]  # a position that is repeated counts once
+        offset = offset.masked_fill(~selected, 0)
+        bit = selected.long() << offset % 32  # [C, K], below 2**32
+        signed = torch.where(bit > INT32_MAX, bit - (1 << 32), bit).to(torch.int32)
+        out[rows].zero_().scatter_add_(1, offset // 32, signed)
     return out
 
 
