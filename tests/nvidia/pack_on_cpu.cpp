@@ -6,7 +6,7 @@
 struct uint4 { unsigned x, y, z, w; };
 struct int4 { int x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-static struct { int x, y; } blockIdx;
+static struct { int x; } blockIdx;
 
 #include KERNEL
 
@@ -18,10 +18,10 @@ static void run() {
     next_thread();
 }
 
+// Blocks [first, last) of a launch.
 extern "C" void launch(u32* words, const int* positions, const int* starts, int vectors, int topk, int width, int span,
-                       i64 position_stride, i64 word_stride, int rows, int blocks, int stride, const char* begin, const char* end) {
+                       i64 position_stride, i64 word_stride, int first, int last, int stride, const char* begin, const char* end) {
     call = {words, positions, starts, vectors, topk, width, span, position_stride, word_stride};
     readable = begin, readable_end = end;
-    for (blockIdx.x = 0; blockIdx.x < rows; ++blockIdx.x)
-        for (blockIdx.y = 0; blockIdx.y < blocks; ++blockIdx.y) run_blocks(1, THREADS, span, stride, run);
+    for (blockIdx.x = first; blockIdx.x < last; ++blockIdx.x) run_blocks(1, THREADS, span, stride, run);
 }

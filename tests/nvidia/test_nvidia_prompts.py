@@ -48,19 +48,21 @@ def library() -> ctypes.CDLL:
 
 
 class PackModel:
-    """The build, loaded; its launches run the source."""
+    """The build, loaded; its launches run the source. ends: only their first and their last block."""
+
+    ends = False
 
     def __init__(self, build: Any, changing: str, fixed: str, threads: int, shared: int, wide: bool) -> None:
         assert (threads, shared, wide) == (256, pack.SPAN, False)
         self.fields, self.grids = f"{changing} {fixed}", []
 
     def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Any:
-        assert cluster == 1
+        assert cluster == 1 and grid[0] < 1 << 31 and grid[1] < 1 << 16, "what a device launches"
         return lambda *changing: self.run(grid, struct.unpack(self.fields, struct.pack(self.fields, *changing, *fixed)))
 
     def run(self, grid: tuple[int, int], values: tuple[Any, ...]) -> None:
         words, positions, starts, vectors, topk, width, _, position_stride, word_stride = values
-        memory, (rows, blocks) = Memory(), grid
+        memory, rows = Memory(), grid[0] // -(-width // pack.SPAN)
         memory(words, torch.int32, (rows, -(-width // 32)), (word_stride, 1))
         memory(positions, torch.int32, (rows, topk), (position_stride, 1))
         if starts:
@@ -68,7 +70,8 @@ class PackModel:
         assert not vectors or (positions % 16 == position_stride % 4 == topk % 4 == 0)
         self.grids.append(grid)
         end = positions + 4 * ((rows - 1) * position_stride + topk)
-        library().launch(*values, rows, blocks, (0, 1, 77)[len(self.grids) % 3], positions, end)
+        for first, last in [(0, 1), (grid[0] - 1, grid[0])] if self.ends else [(0, grid[0])]:
+            library().launch(*values, first, last, (0, 1, 77)[len(self.grids) % 3], positions, end)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -84,7 +87,20 @@ def test_the_source_of_pack_selection_passes_the_suite_on_a_cpu(monkeypatch):
             result = run_case(case, bound, torch.device("cpu"))
             assert result.status == "passed", f"{case.id}: {result.message}"
     grids = models[pack.BUILD].grids
-    assert len(cases) > 10 and (6, 1) in grids and (6, 3) in grids
+    assert len(cases) > 10 and (6, 1) in grids and (18, 1) in grids
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_a_row_of_all_positions_that_int32_has(monkeypatch):
+    """Its first and its last block; a device launches no more than 65,535 blocks along y."""
+    monkeypatch.setattr(PackModel, "ends", True)
+    positions = torch.tensor([[0, 2**31 - 2, 31, -1, 2**31 - 1, 31, -(2**31), 16384]], dtype=torch.int32)
+    with stand_ins(monkeypatch, PackModel):
+        monkeypatch.setattr(pack, "index_of", lambda request: -1)
+        words = pack.bind_pack_selection(Request(PACK_SELECTION, A100))(
+            positions, width=2**31 - 1, out=torch.zeros(1, 2**26, dtype=torch.int32)
+        )
+    assert words[0, 0] == 1 - 2**31 and words[0, -1] == 2**30 and not words[0, 1:512].any() and not words[0, -512:-1].any()
 
 
 def test_a_row_of_words_is_one_launch_and_a_shape_is_prepared_once(monkeypatch):
@@ -102,7 +118,7 @@ def test_a_row_of_words_is_one_launch_and_a_shape_is_prepared_once(monkeypatch):
         bound = pack.bind_pack_selection(Request(PACK_SELECTION, A100))
         for rows in (3, 3, 0, 5):
             assert bound(torch.zeros(rows, 8, dtype=torch.int32), width=2 * pack.SPAN + 1).shape == (rows, 1025)
-    assert prepared == [(3, 3), (5, 3)]
+    assert prepared == [(9, 1), (15, 1)]
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "sm120"])

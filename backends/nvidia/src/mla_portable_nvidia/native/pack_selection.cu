@@ -12,8 +12,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_selection(
     u32* __restrict__ words, const int* __restrict__ positions, const int* __restrict__ starts, int vectors, int topk, int width,
     int span, i64 position_stride, i64 word_stride) {
     extern __shared__ __align__(16) unsigned char smem[];
-    const i64 row = blockIdx.x;
-    const int first = blockIdx.y * span;                        // of the row's positions
+    const u32 blocks = (width - 1) / span + 1;                  // of a row, side by side: along y there may be 65,535
+    const i64 row = blockIdx.x / blocks;
+    const int first = blockIdx.x % blocks * span;               // of the row's positions
     const int here = min(span, width - first);                  // positions of this block, a byte each
     const int num_words = (here + 31) / 32;
     for (int i = threadIdx.x; i < num_words * 2; i += THREADS) reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);

@@ -78,7 +78,7 @@ class NativePackSelection:
         if launch is None:
             blocks = -(-width // SPAN)
             fixed = topk, width, SPAN, stride, out.stride(0)
-            launch = self._launches[key] = self._on(index).prepare((num_tokens, blocks), 1, *fixed)
+            launch = self._launches[key] = self._on(index).prepare((num_tokens * blocks, 1), 1, *fixed)
         vectors = address % 16 == 0 and stride % 4 == 0 and topk % 4 == 0
         launch(out.data_ptr(), address, 0 if starts is None else starts.data_ptr(), vectors)
         return out
