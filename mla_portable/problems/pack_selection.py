@@ -52,9 +52,12 @@ class PackSelectionParams(Params):
     Attributes:
         topk: K. width: positions of a row.
         positions: "sorted", then -1; "shuffled", with -1 anywhere; "duplicates", few of them, many times; "absent", none in
-            half of the rows; "corpus", negative ones, those just past the row and the largest of int32 among them.
-        starts: "none"; "mixed", 0, some, far from every position, negative, next to the largest position.
-        tokens: T. inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
+            half of the rows; "corpus", negative ones, those just past the row and the largest of int32 among them;
+            "limits", those at the ends of int32, of the row and of what is no position, in every row.
+        starts: "none"; "mixed", 0, some, far from every position, negative, next to the largest position; "limits", at the
+            ends of int32.
+        tokens: T. inputs: "packed"; "views"; "odd", rows K + 1 apart, so that only the first one is aligned to more than a
+            position. outputs: "packed" or "views"; also "fresh", allocated by the callee.
     """
 
     primitive = PACK_SELECTION
@@ -91,6 +94,9 @@ class PackSelectionParams(Params):
             odd = torch.tensor([-1, self.width, self.width - 1, INT32_MIN, INT32_MAX, -self.width, 0, self.width + 1])
             at = torch.rand(shape, generator=g) < 0.5
             chosen = torch.where(at, odd[torch.arange(self.topk) % len(odd)], chosen)
+        elif self.positions == "limits":
+            ends = torch.tensor([INT32_MIN, INT32_MAX, INT32_MIN + 1, INT32_MAX - 1, -1, 0, self.width - 1, self.width])
+            chosen = ends[torch.arange(self.topk) % len(ends)].expand(shape)
         if self.positions == "shuffled":
             chosen = chosen.masked_fill(torch.rand(shape, generator=g) < 0.2, -1)
         positions = chosen.to(torch.int32)
@@ -98,7 +104,13 @@ class PackSelectionParams(Params):
         if self.starts == "mixed":
             few = torch.tensor([0, self.width // 2 + 1, reach + 5, -3, INT32_MAX - 2, INT32_MIN])
             starts = few[torch.arange(self.tokens) % len(few)].to(torch.int32)
-        args = {"topk_indices": stage.read("topk_indices", positions, strided=self.inputs == "views")}
+        elif self.starts == "limits":
+            ends = torch.tensor([INT32_MIN, INT32_MIN + 1, -1, 0, INT32_MAX - 1, INT32_MAX])
+            starts = ends[torch.arange(self.tokens) % len(ends)].to(torch.int32)
+        placed = positions
+        if self.inputs == "odd":  # behind each row a position that is not its own
+            placed = torch.cat([positions, torch.zeros_like(positions[:, :1])], dim=1)[:, :-1]
+        args = {"topk_indices": stage.read("topk_indices", placed, strided=self.inputs == "views")}
         keywords: dict[str, Any] = {"width": self.width}
         if starts is not None:
             keywords["starts"] = stage.read("starts", starts)
@@ -129,6 +141,9 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     yield replace(base, tokens=0)
     if level == "smoke":
         return
+    short = replace(base, topk=next((topk for topk in axes["topk"] if topk % 4 == 0), base.topk))
+    yield replace(short, inputs="odd")
+    yield replace(short, positions="limits", starts="limits")
     yield from (replace(base, width=LONG, positions=each, starts="mixed") for each in axes["positions"])
     if can_capture(implementation, facts):
         yield replace(base, run="graph", outputs="packed")
