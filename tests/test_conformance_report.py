@@ -27,8 +27,8 @@ def failing(fault: str, primitive: Primitive, match: str = ""):
 @pytest.mark.parametrize(
     ("fault", "primitive", "match", "shared"),
     [
-        ("writes whole blocks", GATHER_UPCONVERT, "", "placing=gaps"),
-        ("multiplies dead parts by 0", MERGE_STATES, "", "dead=all|rows|some"),
+        ("writes whole blocks", GATHER_UPCONVERT, "", "block_size=16|64, lens=borders|edges|long"),
+        ("multiplies dead parts by 0", MERGE_STATES, "", "dead=all|mixed|rows|some"),
         ("writes skipped tokens", CACHE_WRITE, "", "skips=corpus|some, blocks=packed|strided"),
         ("leaves the unseen", INDEXER_LOGITS, "", ""),
         ("takes the scale of the token before", INDEXER_LOGITS, "", "kv=index_fp8, scale_format=amax|pow2"),
