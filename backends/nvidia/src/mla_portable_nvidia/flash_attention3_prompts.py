@@ -72,7 +72,6 @@ class FlashAttention3Prompts:
         # no longer than the tensors: the operator rounds both up to whole tiles, in int32
         longest = max(min(max_query_len, q.shape[0]), 2), max(min(max_key_len, k.shape[0]), 1)
         q, out = mappable(q), mappable(out)
-        longest = max(min(max_query_len, q.shape[0]), 2), max(min(max_key_len, k.shape[0]), 1)  # rounded up in int32
         k, v = (mappable(k), mappable(v)) if k.shape[0] else (q, q[..., : v.shape[2]])
         lse = self._operator(q, k, v, query_start_loc, key_start_loc, longest, softmax_scale, causal, out)
         if out is not given:
