@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ci" / "sglang_gpu"))
 
-from kit import judge
+from sglang_jobs import judge
 
 
 def told(mode: str, length: int, *logprobs: dict[str, float]) -> dict[str, Any]:

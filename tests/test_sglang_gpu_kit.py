@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-KIT = Path(__file__).parents[1] / "ci" / "sglang_gpu" / "kit.py"
+KIT = Path(__file__).parents[1] / "ci" / "sglang_gpu" / "sglang_jobs.py"
 PROCESS = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
 PROGRAM = """
 import os, subprocess, sys, time

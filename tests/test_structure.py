@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -230,3 +231,11 @@ def test_wheel_lists_every_package():
         base = top.parent if top == CORE else top
         found = {".".join(init.parent.relative_to(base).parts) for init in top.rglob("__init__.py")}
         assert listed == found
+
+
+def test_no_two_modules_that_tests_import_have_one_name():
+    """They are found by name on `sys.path`: of two, a process would get the one that it imported first."""
+    roots = [ROOT / "tests", ROOT / "ci"]
+    folders = [folder for root in roots for folder in (root, *(each for each in root.iterdir() if each.is_dir()))]
+    names = Counter(path.stem for folder in folders for path in folder.glob("*.py"))
+    assert {name for name, times in names.items() if times > 1} <= {"conftest"}

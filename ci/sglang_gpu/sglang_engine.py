@@ -2,7 +2,7 @@
 """SGLang's offline engine on a small DeepSeek-V3.2 model: greedy tokens with log-probabilities (a `Run`
 of ci/vllm_gpu/judge.py), and tokens a second.
 
-    engine.py MODE CACHE        MODE is that of MLA_PORTABLE_SGLANG, CACHE of --kv-cache-dtype
+    sglang_engine.py MODE CACHE        MODE is that of MLA_PORTABLE_SGLANG, CACHE of --kv-cache-dtype
 
 FlashAttention 3 is not needed: dense prompts and BF16 decodes take FlashMLA's methods here.
 """

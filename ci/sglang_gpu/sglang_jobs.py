@@ -61,7 +61,9 @@ JOBS = (
 )
 CACHES = ("fp8_e4m3", "bfloat16")
 ENGINES = tuple(
-    Job("engine.py", mode=mode, arguments=(mode, cache), alone=True, seconds=240) for cache in CACHES for mode in ("off", "on")
+    Job("sglang_engine.py", mode=mode, arguments=(mode, cache), alone=True, seconds=240)
+    for cache in CACHES
+    for mode in ("off", "on")
 )
 
 
