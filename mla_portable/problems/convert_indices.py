@@ -65,6 +65,7 @@ def convert_indices(
     num_slots: int | None = None,
     prefill_request_ids: Tensor | None = None,
     prefill_workspace_starts: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     compact: bool = False,
     dcp_size: int = 1,
     dcp_rank: int = 0,
@@ -82,12 +83,14 @@ def convert_indices(
     counts = torch.zeros(positions.shape[0], dtype=torch.int32, device="cpu")
     for token, (request, prefill) in enumerate(zip(requests, prefills, strict=True)):
         pos = positions[token]
-        place = torch.nonzero(pos >= 0)[:, 0]  # columns of the row that may hold a valid entry
+        known = 0 <= request < table.shape[0]
+        length = INT32_MAX + 1 if seq_lens is None else int(seq_lens[request]) if known else 0
+        place = torch.nonzero((pos >= 0) & (pos < length))[:, 0]  # columns of the row that may hold a valid entry
         if prefill >= 0:
             place = place if prefill < len(starts) else place[:0]
             found = pos[place] + (starts[prefill] if prefill < len(starts) else 0)
         else:
-            place = place if 0 <= request < table.shape[0] else place[:0]
+            place = place if known else place[:0]
             place = place[pos[place] // block_size < table.shape[1]]
             block = table[request, pos[place] // block_size] if place.numel() else pos[place]
             place, block = place[block >= 0], block[block >= 0]
@@ -140,6 +143,7 @@ class ConvertIndicesParams(Params):
         pattern: where positions are invalid (`inputs.PATTERNS`); positions past the table's width are among them.
         table: "plain"; "holes", negative entries and blocks past the cache; "huge", blocks whose slots pass int32.
         limit: pass num_slots.
+        seq_lens: pass lengths: a block, none, all but the last token of the table, and a negative one.
         compact: valid entries first.
         share: "none", or the rank whose share the cache holds: one of _SHARES.
         workspace: "none"; "mixed", some tokens map to the prefill workspace; "half", the second half; "all" do.
@@ -149,15 +153,16 @@ class ConvertIndicesParams(Params):
     primitive = CONVERT_INDICES
     says = (
         "k{topk}! b{block_size}! {pattern}! t{tokens} table_{table} limit{limit} "
-        "compact{compact} workspace_{workspace} share_{share} in{inputs} out_{outputs}"
+        "seq_lens{seq_lens} compact{compact} workspace_{workspace} share_{share} in{inputs} out_{outputs}"
     )
-    asks = "topk block_size rows=tokens compact prefill_workspace=workspace context_parallel=share"
+    asks = "topk block_size rows=tokens compact prefill_workspace=workspace seq_lens context_parallel=share"
     topk: int
     block_size: int
     tokens: int = NUM_TOKENS
     pattern: str = "dense"
     table: str = "plain"
     limit: bool = False
+    seq_lens: bool = False
     compact: bool = False
     workspace: str = "none"
     share: str = "none"
@@ -194,6 +199,9 @@ class ConvertIndicesParams(Params):
                 ids[self.tokens // 2 :] = torch.arange(self.tokens - self.tokens // 2) % 2
                 order = torch.arange(3)
             originals["prefill_workspace_starts"] = torch.tensor([0, 1000, INT32_MAX - 40], dtype=torch.int32)[order]
+        if self.seq_lens:
+            lengths = [self.block_size, 0, columns * self.block_size - 1, -5]  # at borders, which positions are among
+            originals["seq_lens"] = torch.tensor(lengths, dtype=torch.int32)
         placed = {name: stage.read(name, t, strided=self.inputs == "views") for name, t in originals.items()}
         # fewer slots than the table names: whole blocks, and the last ones of a block, fall outside
         num_slots = num_blocks * self.block_size * 3 // 4 - 1 if self.limit else None
@@ -293,6 +301,10 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         yield replace(params, tokens=0)
         if level == "full" and facts.device_type != "cpu":
             yield replace(params, tokens=MANY_TOKENS)
+    if True in accepted(implementation, facts, "seq_lens", [True]):
+        bounded = plain | {name: axes[name] for name in ("compact", "workspace", "share", "inputs")}
+        bounded |= {"seq_lens": [True], "pattern": ["corpus"], "table": ["plain"]}
+        yield from (ConvertIndicesParams(**choice) for choice in covering(bounded, strength=2, allowed=allowed))
     narrow = plain | {"topk": narrow_topks(implementation, facts), "pattern": ["dense", "absent"], "compact": compact}
     if level != "smoke" and narrow["topk"]:
         yield from (ConvertIndicesParams(**choice) for choice in covering(narrow, strength=1, allowed=allowed))
@@ -310,6 +322,8 @@ def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request
         yield "compact", request.but(compact=True)
     if support.prefill_workspace:
         yield "workspace", request.but(prefill_workspace=True)
+    if support.seq_lens:
+        yield "lengths", request.but(seq_lens=True)
     if support.context_parallel:
         yield "share", request.but(context_parallel=True)
 
@@ -320,10 +334,11 @@ def _of_request(request: Request, name: str) -> ConvertIndicesParams:
         block_size=request.block_size or 1,
         tokens=_PROBED_TOKENS,
         pattern=MIXED,
-        table="holes",
-        limit=True,
+        table="plain" if name == "lengths" else "holes",  # what a length leaves out is there
+        limit=name != "lengths",
         compact=request.compact,
         workspace="half" if request.prefill_workspace else "none",
+        seq_lens=request.seq_lens,
         share=_PROBED_SHARE if request.context_parallel else "none",
         outputs="packed",
     )
