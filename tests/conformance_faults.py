@@ -34,6 +34,7 @@ class Model:
     def implementation(self, primitive: Primitive, **limits) -> Implementation:
         layouts = {"kv": ("bf16", "fp8_ds_mla"), "index": ("index_bf16", "index_fp8")}.get(primitive.cache, ())
         declared = {"device_types": ("cpu",), "kv_layouts": layouts, "context_parallel": str(primitive) == "indexer_select"}
+        declared["seq_lens"] = str(primitive) == "convert_indices"
         support = Support(source="a test", **(declared | limits))
         return Implementation("model.torch", primitive, support, bind=lambda request: getattr(self, str(primitive)))
 
@@ -121,11 +122,16 @@ class Model:
 
     def convert_indices(
         self, topk_indices, req_id_per_token, block_table, *, block_size, num_slots=None,
-        prefill_request_ids=None, prefill_workspace_starts=None, compact=False, out=None,
+        prefill_request_ids=None, prefill_workspace_starts=None, seq_lens=None, compact=False, out=None,
     ):  # fmt: skip
         tokens, topk = topk_indices.shape
         indices, counts = out or (torch.empty(tokens, topk, dtype=torch.int32), torch.empty(tokens, dtype=torch.int32))
         position = topk_indices.long()
+        if seq_lens is not None:
+            lengths = seq_lens[req_id_per_token.long()][:, None] + ("reads one position too many" in self.faults)
+            if "limits no workspace" in self.faults and prefill_request_ids is not None:
+                lengths = torch.where(prefill_request_ids[:, None] >= 0, 2**31 - 1, lengths)
+            position = position.masked_fill(position >= lengths, -1)
         column = position // block_size
         inside = (position >= 0) & (column < block_table.shape[1])
         block = block_table[req_id_per_token.long()[:, None], column.clamp(0, block_table.shape[1] - 1)].long()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -15,9 +16,11 @@ from attention_steps import (
     BLOCKS,
     HEADS,
     LAYOUTS,
+    MODEL_LEN,
     ROUTES,
     SPEC,
     TOPK,
+    Step,
     assert_matches,
     make_layer,
     make_step,
@@ -25,11 +28,15 @@ from attention_steps import (
     recorded_layer,
 )
 from recorder import Recorder, registry_of
+from shares import shared
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import (
     SPLIT_KV,
+    Batch,
+    ContextShare,
     DecodeSchedule,
     InvalidArgument,
     PlanMismatch,
@@ -37,7 +44,9 @@ from mla_portable.contracts import (
     ScheduleLimits,
     SplitSchedule,
 )
+from mla_portable.contracts.share import WHOLE
 from mla_portable.planner import Planner
+from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.registry import Registry
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
@@ -57,6 +66,63 @@ def test_route_agrees_with_the_oracle(route: str, layout: str, name: str):
     given = layer.forward(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch), out=out, lse_out=lse)
     assert given[0] is out and given[1] is lse
     assert_matches(step, out, lse)
+
+
+def with_stale_positions(step: Step, share: ContextShare = WHOLE) -> tuple[Tensor, Batch]:
+    """Positions that the requests do not have where a row names none, and a block table that names blocks behind them.
+
+    Of the last block, of blocks of the table that hold another request's tokens or NaN, and from behind the table.
+    """
+    lengths, topk = torch.from_numpy(step.batch.seq_lens), step.topk_indices.clone()
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.from_numpy(np.diff(step.batch.query_start_loc)).long())
+    beyond = torch.tensor([0, 1, BLOCK, 2 * BLOCK + 1, MODEL_LEN, 2**31 - 1 - MODEL_LEN])[torch.arange(TOPK) % 6]
+    stale = (lengths[owner].unsqueeze(1) + beyond).to(torch.int32)
+    rows = topk[: len(owner)]
+    topk[: len(owner)] = torch.where(rows < 0, stale, rows)
+    table = step.batch.block_table.clone()
+    table[table < 0] = torch.arange(int((table < 0).sum()), dtype=torch.int32) % BLOCKS
+    own_lengths = torch.from_numpy(share.lengths(step.batch.seq_lens))
+    return topk, replace(step.batch, block_table=table, seq_lens_device=own_lengths)
+
+
+@pytest.mark.parametrize("name", [name for name in BATCHES if "nothing" not in name and "only" not in name])
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_positions_that_a_request_does_not_have_are_absent_on_every_route(route: str, layout: str, name: str):
+    """Stale lists, as of drafts. No row attends to another request's tokens, or to what was never written."""
+    step = make_step(name, layout)
+    layer = make_layer(route, layout, BATCHES[name][1])
+    topk, batch = with_stale_positions(step)
+    assert not torch.equal(topk, step.topk_indices)
+    assert_matches(step, *layer(step.q, step.kv_cache, topk, plan_for(layer, batch)))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("share", [ContextShare(2, 1), ContextShare(3, 0, 4)], ids=str)
+def test_positions_that_a_request_does_not_have_are_absent_on_every_rank(share: ContextShare, route: str):
+    step = make_step("decodes and prefills in chunks", "bf16")
+    batch, cache = shared(step, share)
+    layer = make_layer(route, "bf16", share=share)
+    clean = [each.clone() for each in layer(step.q, cache, step.topk_indices, plan_for(layer, batch))]
+    topk, batch = with_stale_positions(replace(step, batch=batch), share)
+    for found, wanted in zip(layer(step.q, cache, topk, plan_for(layer, batch)), clean, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_lengths_reach_only_a_conversion_that_takes_them():
+    for takes in (False, True):
+        plugin = Recorder(support={"seq_lens": takes})
+        layer = SparseMLAAttention(SPEC, device="cpu", registry=registry_of(plugin))
+        step, planner = make_step("decodes", "fp8_ds_mla"), Planner(layer.planner_config())
+        lengths = torch.from_numpy(step.batch.seq_lens)
+        for given in (None, torch.cat([lengths, lengths])):
+            layer(step.q, step.kv_cache, step.topk_indices, planner.plan(replace(step.batch, seq_lens_device=given)))
+        calls = [kwargs for name, _, kwargs in plugin.calls if name == "convert_indices"]
+        assert "seq_lens" not in calls[0] and ("seq_lens" in calls[1]) is takes
+        if takes:
+            assert torch.equal(calls[1]["seq_lens"], lengths)
+        bound = [request for request in plugin.bound if request.primitive is CONVERT_INDICES]
+        assert bound and all(request.seq_lens is takes for request in bound)
 
 
 @pytest.mark.parametrize("route", ROUTES)

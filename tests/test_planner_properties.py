@@ -220,10 +220,16 @@ def test_a_plan_means_what_the_slow_statement_says(
             seq_lens=host_lens,
             block_table=torch.randint(0, 99, (len(members) + spare_rows, 3), dtype=torch.int32, device=device),
             num_padded_tokens=None if padding is None else sum(query_lens) + padding,
-            seq_lens_device=torch.from_numpy(host_lens.copy()).to(device) if with_seq_lens else None,
+            seq_lens_device=torch.from_numpy(np.append(host_lens, [7] * spare_rows).astype(np.int32)).to(device)
+            if with_seq_lens
+            else None,
         )
         plan = planner.plan(batch)
         assert_means(plan, config, batch, query_lens, seq_lens)
+        assert (plan.seq_lens is not None) == with_seq_lens
+        if plan.seq_lens is not None and batch.seq_lens_device is not None:
+            assert plan.seq_lens.tolist() == seq_lens
+            assert plan.seq_lens.untyped_storage().data_ptr() == batch.seq_lens_device.untyped_storage().data_ptr()
         assert (plan.decode_schedule is None) == (plan.num_decode_tokens == 0)
         if plan.decode_schedule is not None:
             assert plan.decode_schedule.num_rows == plan.num_decode_tokens

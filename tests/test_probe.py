@@ -218,6 +218,20 @@ def test_a_mistake_of_the_conformance_suite_is_rejected_by_its_symptom(fault: st
     assert ("ReLU" in symptoms(report)) == (fault == "no relu")
 
 
+@pytest.mark.parametrize("fault", ["reads one position too many", "limits no workspace"])
+def test_lengths_are_tried_where_they_are_declared(fault: str):
+    """In a problem of their own, and in that of a request that has them, as a layer's has."""
+    here = registry().facts("cpu")  # what another device would compute, nobody can try
+    asked = Request(CONVERT, here, topk=64, block_size=16, compact=True, prefill_workspace=True)
+    wrong, right = (candidate(CONVERT, Model(*faults).convert_indices, seq_lens=True) for faults in ((fault,), ()))
+    silent = candidate(CONVERT, Model(fault).convert_indices)  # never called with them
+    for each, chosen in ((wrong, None), (right, "faulty.v1")):
+        assert registry(each).decide(asked.but(seq_lens=True), backend="faulty").chosen == chosen
+    assert registry(silent).decide(asked, backend="faulty").chosen == "faulty.v1"
+    assert probe(wrong).failed == (("lengths",) if fault == "reads one position too many" else ())
+    assert probe(right).ok and probe(silent).ok
+
+
 OTHER_FAULTS: dict[str, tuple[Primitive, object, str]] = {
     "mixes up scales": (DECODE, change(DECODE, before=transposed_scales), "wrong values"),
     "wants another keyword": (DECODE, lambda q, kv, indices, *, scale: None, "compute raised TypeError"),

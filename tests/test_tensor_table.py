@@ -72,6 +72,8 @@ def test_a_tensor_that_does_not_fit_its_row_is_refused(primitive: str, name: str
         extra = {"extra_kv_cache": cache.clone(), "extra_indices": arguments["indices"].clone()}
         arguments |= {**extra, "extra_lengths": torch.zeros(arguments["indices"].shape[:-1], dtype=torch.int32)}
         tensor = argument(arguments, name)
+    elif tensor is None and name == "seq_lens":
+        arguments["seq_lens"] = tensor = torch.zeros(arguments["block_table"].shape[0], dtype=torch.int32)
     elif tensor is None:
         arguments["scores_out"] = tensor = torch.zeros(arguments["q"].shape[0], K)
     if fault == "sparse" and tensor.dtype.itemsize == 1:

@@ -183,7 +183,7 @@ topk, table = torch.zeros(8, 2048, dtype=torch.int32), torch.zeros(2, 40, dtype=
 rows = torch.zeros(8, dtype=torch.int32)
 config = file.config_for(file.CONFIGS, "sm80")
 given = dict(block_size=64, last_slot=2559, compact=False, config=config)
-asked(lambda: file.launch(topk.clone(), rows.clone(), topk, rows, table, None, None, **given))
+asked(lambda: file.launch(topk.clone(), rows.clone(), topk, rows, table, None, None, None, **given))
 ahead, called = found
 assert ahead == called, (ahead, called)
 """

@@ -225,6 +225,7 @@ def test_convert_indices_compacts_in_order_across_tiles(device: torch.device) ->
         torch.tensor([[7]], dtype=torch.int32, device=device),
         None,
         None,
+        None,
         block_size=128,
         last_slot=INT32_MAX,
         compact=True,

@@ -167,6 +167,8 @@ BAD = [
     ("convert_indices", "ids without starts", "prefill_workspace_starts", None, "None", "because prefill_request_ids"),
     ("convert_indices", "starts without ids", "prefill_request_ids", None, "None", "because prefill_workspace_starts"),
     ("convert_indices", "starts of two axes", "prefill_workspace_starts", i32(P, 1), f"[{P}, 1]", "[P]"),
+    ("convert_indices", "lengths of other requests", "seq_lens", i32(2), "[2]", "[3]"),
+    ("convert_indices", "int64 lengths", "seq_lens", i64(3), "int64", "int32"),
     ("convert_indices", "counts too few", "out[1]", (i32(T, K), i32(T - 1)), f"[{T - 1}]", f"[{T}]"),
     ("convert_indices", "int64 output", "out[0]", (i64(T, K), i32(T)), "int64", "int32"),
     ("convert_indices", "in place", "out[0]", lambda a: (a["topk_indices"], i32(T)), "overlaps topk_indices", "of its own"),

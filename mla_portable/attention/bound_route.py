@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.route_decision import RoutePart, RouteVerdict
@@ -38,7 +38,8 @@ class BoundRoute:
     """What `SparseMLAAttention.forward` calls.
 
     Attributes:
-        convert: convert_indices. compact: what it is asked for. share_arguments: its keywords for the spec's `ContextShare`.
+        convert: convert_indices. compact: what it is asked for. takes_seq_lens: it is given the plan's lengths where there are
+            such. share_arguments: its keywords for the spec's `ContextShare`.
         decoders: sparse_decode, one for each range of rows, ascending; () where sparse_prefill serves all tokens.
         max_rows: rows of each decoder but the last, which has no limit.
         gather: gather_upconvert. prefill_gathered: sparse_prefill on what it wrote. None on a route without a workspace.
@@ -50,7 +51,8 @@ class BoundRoute:
 
     convert: ConvertIndices
     compact: bool
-    share_arguments: Mapping[str, int]
+    takes_seq_lens: bool
+    share_arguments: Mapping[str, Any]
     decoders: tuple[BoundAttention[SparseDecode], ...]
     max_rows: tuple[int, ...]
     gather: GatherUpconvert | None
@@ -97,6 +99,7 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, registry: LayerRegist
 
     converter = registry.chosen(convert.decision)
     compacts = converter is not None and converter.support.compact
+    takes_seq_lens = converter is not None and converter.support.seq_lens
 
     def requested(part: RoutePart, primitive: Primitive[F], *, clean: bool = True) -> Request[F]:
         request = part.decision.request.of(primitive)
@@ -111,15 +114,16 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, registry: LayerRegist
     in_place_request = requested(in_place, SPARSE_PREFILL) if in_place else None
     attention = (*decode_requests, gathered_request, in_place_request)
     compact = any(request.lengths for request in attention if request)
-    convert_request = convert.decision.request.of(CONVERT_INDICES)
+    convert_request = convert.decision.request.of(CONVERT_INDICES).but(compact=compact, seq_lens=takes_seq_lens)
 
     def bound(request: Request[F]) -> BoundAttention[F]:
         return BoundAttention(registry.bind(request), request.lengths)
 
     decoder = registry.chosen(decode.decision) if decode else None
     return BoundRoute(
-        convert=registry.bind(convert_request.but(compact=True) if compact else convert_request),
+        convert=registry.bind(convert_request),
         compact=compact,
+        takes_seq_lens=takes_seq_lens,
         share_arguments=spec.share.arguments,
         gather=registry.bind(gather.decision.request.of(GATHER_UPCONVERT)) if gather else None,
         prefill_gathered=bound(gathered_request) if gathered_request else None,

@@ -234,6 +234,7 @@ class SparseMLAAttention:
             prefill_request_ids=plan.prefill_request_ids,
             prefill_workspace_starts=plan.prefill_workspace_starts,
             compact=bound.compact,
+            **({"seq_lens": plan.seq_lens} if bound.takes_seq_lens and plan.seq_lens is not None else {}),
             **bound.share_arguments,
             out=(step.indices, step.counts),
         )

@@ -37,6 +37,7 @@ _TYPICAL: dict[str, Any] = {
     "prefill_workspace": False,
     "selection": True,
     "finite_values": False,
+    "seq_lens": False,
     "context_parallel": False,
     "batch_invariant": False,
     "graph": False,
@@ -48,7 +49,7 @@ _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink
 _ROUTE = "route"
 _UNKNOWN = "unknown"
 _OF_PROMPTS = "qk_head_dim", "v_head_dim", "selection", "finite_values"
-_NOT_OF_ROUTES = (*_OF_PROMPTS, "lengths", "compact", "prefill_workspace", "context_parallel")
+_NOT_OF_ROUTES = (*_OF_PROMPTS, "lengths", "compact", "prefill_workspace", "seq_lens", "context_parallel")
 _ROUTE_FIELDS: dict[str, Any] = {name: value for name, value in _TYPICAL.items() if name not in _NOT_OF_ROUTES} | {
     "rows": 256,
     "lse": False,
@@ -92,6 +93,7 @@ _CALL = {
         "--selection/--no-selection", "masked_prefill has a bit mask of the selected keys. Default: yes.", of=bool
     ),
     "finite_values": _option("--finite-values", "The caller promises that no key or value is NaN or infinite.", of=bool),
+    "seq_lens": _option("--seq-lens", "convert_indices leaves out positions from a request's length on.", of=bool),
     "context_parallel": _option("--context-parallel", "The cache holds one rank's share of each sequence.", of=bool),
     "batch_invariant": _option("--batch-invariant", "Results must not depend on the other rows of the batch.", of=bool),
     "graph": _option("--graph", "The call is captured in a CUDA graph.", of=bool),

@@ -43,7 +43,8 @@ class Batch:
         num_padded_tokens: rows to fill for a CUDA graph that was captured for more tokens than the batch has;
             None means no padding.
         seq_lens_device: [R or more] int32, contiguous, what the cache holds of each sequence: the same lengths, or those of the
-            planner's share, on the device where the engine has them; None lets the planner copy them with everything else.
+            planner's share, on the device where the engine has them; None lets the planner copy them with everything else, and
+            leaves positions behind a sequence to its block table. A captured graph reads them at each replay.
     """
 
     query_start_loc: npt.NDArray[np.int32]
@@ -103,6 +104,8 @@ class StepPlan:
         prefill_request_ids: [num_padded_tokens] int32, -1 for tokens that read the cache itself, else the index among the
             prefill requests; None unless something is gathered.
         prefill_workspace_starts: [num_prefills] int32, chunk-local; None likewise.
+        seq_lens: [num_reqs] int32, what the cache holds of each sequence: positions from there on are absent. None where the
+            engine does not have them on the device.
         prefill_chunks: what is gathered, in order, each with at least one token. Prefill tokens in none of them read the cache
             itself, as all do on a route without a workspace.
         decode_schedule: for sparse_decode, None when the kernel wants none or nothing decodes.
@@ -128,6 +131,7 @@ class StepPlan:
     req_id_per_token: Tensor
     prefill_request_ids: Tensor | None = None
     prefill_workspace_starts: Tensor | None = None
+    seq_lens: Tensor | None = None
     prefill_chunks: tuple[PrefillChunk, ...] = ()
     decode_schedule: DecodeSchedule | None = None
     counter: PlanCounter | None = None
@@ -152,6 +156,8 @@ class StepPlan:
             _check_ids("prefill_request_ids", self.prefill_request_ids, tokens, "[num_padded_tokens]")
         if self.prefill_workspace_starts is not None:
             _check_ids("prefill_workspace_starts", self.prefill_workspace_starts, self.num_prefills, "[num_prefills]")
+        if self.seq_lens is not None:
+            _check_ids("seq_lens", self.seq_lens, self.num_reqs, "[num_reqs]")
         check_type("StepPlan", "prefill_chunks", self.prefill_chunks, tuple, "a tuple of PrefillChunks")
         end = decodes
         for index, chunk in enumerate(self.prefill_chunks):

@@ -40,6 +40,7 @@ class Request(Generic[F]):
         lse, attn_sink, lengths, compact, prefill_workspace, selection: the call needs this feature. With lse=False the
             implementation may skip the lse: `lse_out` is scratch, and the second result may be NaN or a tensor without
             elements. Any other value in it is the lse.
+        seq_lens: the call has `seq_lens`, which limits positions to those that are cached.
         context_parallel: the cache holds one rank's share of each sequence (`ContextShare`), of several ranks.
         clean_indices: a promise about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what
             stands past a row's length, which is 0 to K, is -1, so that `lengths` only repeats it. It saves work and never
@@ -83,6 +84,7 @@ class Request(Generic[F]):
     compact: bool = False
     prefill_workspace: bool = False
     selection: bool = False
+    seq_lens: bool = False
     context_parallel: bool = False
     clean_indices: bool = False
     clean_lengths: bool = False

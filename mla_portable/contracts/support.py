@@ -26,6 +26,7 @@ _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
 _FEATURES: Final = {
     **dict.fromkeys(("lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection"), ""),
     "extra_cache": "attend to each cache in a call of its own, without sinks, and merge_states",
+    "seq_lens": "set positions from a request's length on to -1 before the call",
     "nope": "pad the queries with zeros to the width of a key",
     "context_parallel": "keep each sequence whole on one rank: a context parallel size of 1",
     "batch_invariant": "allow that the other rows of a batch change the order of a row's sums",
@@ -77,7 +78,8 @@ class Support:
         needs_finite_values: keys and values must be promised to be finite (`Request.finite_values`).
         lse, attn_sink, lengths, compact, prefill_workspace, selection, context_parallel, batch_invariant, graph: features that
             are there. extra_cache: a second cache with its own indices (`extra_kv_cache`). nope: queries without a rotary part
-            over rows that have one. What does not declare these two is never called with them.
+            over rows that have one. seq_lens: positions are limited by `seq_lens`. What does not declare these three is never
+            called with them.
         ends_in_order: the last kernel of a call ends after all that is before it in the stream, whatever the input: it is
             launched normally, or starts early and waits for a kernel of which this holds.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
@@ -111,6 +113,7 @@ class Support:
     selection: bool = True
     extra_cache: bool = False
     nope: bool = False
+    seq_lens: bool = False
     context_parallel: bool = False
     batch_invariant: bool = False
     graph: bool = True

@@ -203,6 +203,7 @@ class Planner:
             req_id_per_token=buffers.req_ids[:padded],
             prefill_request_ids=None if layout is None else buffers.prefill_ids[:padded],
             prefill_workspace_starts=workspace_starts,
+            seq_lens=None if batch.seq_lens_device is None else _rows(batch.seq_lens_device, 0, num_reqs),
             prefill_chunks=chunks,
             decode_schedule=schedule,
             counter=self._counter,
@@ -292,5 +293,5 @@ class Planner:
         )
 
 
-def _rows(table: Tensor, begin: int, end: int) -> Tensor:
-    return table if begin == 0 and end == table.shape[0] else table[begin:end]
+def _rows(tensor: Tensor, begin: int, end: int) -> Tensor:
+    return tensor if begin == 0 and end == tensor.shape[0] else tensor[begin:end]

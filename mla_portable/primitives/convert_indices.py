@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ TENSORS: Final = TensorTable(
         "block_table": Axes("R columns", torch.int32),
         "prefill_request_ids": Axes("T", torch.int32, optional=True),
         "prefill_workspace_starts": Axes("P", torch.int32, optional=True),
+        "seq_lens": Axes("R", torch.int32, optional=True),
         "out[0]": Axes("T K", torch.int32, optional=True, written=True),
         "out[1]": Axes("T", torch.int32, optional=True, written=True),
     },
@@ -41,6 +42,10 @@ class ConvertIndices(Protocol):
     topk_indices [T, K] int32; req_id_per_token [T] int32, rows of block_table [R, columns] int32. A token whose
     prefill_request_ids entry [T] int32 is >= 0 maps to prefill_workspace_starts[id] + position instead. With
     compact=True the valid entries come first, in their order. out = (indices [T, K], counts [T]), int32, written.
+
+    seq_lens [R] int32: positions that are not below that of the token's request are absent, as all of a token without a
+    request are, on the way to the workspace too. An implementation that does not declare `Support.seq_lens` is called without
+    this argument.
 
     With dcp_size > 1 the block table and the workspace hold the own positions of dcp_rank (`ContextShare`): a position of
     another rank is absent, an own one is looked up by its place among them. An implementation that does not declare
@@ -57,6 +62,7 @@ class ConvertIndices(Protocol):
         num_slots: int | None = None,
         prefill_request_ids: Tensor | None = None,
         prefill_workspace_starts: Tensor | None = None,
+        seq_lens: Tensor | None = None,
         compact: bool = False,
         dcp_size: int = 1,
         dcp_rank: int = 0,
@@ -74,6 +80,7 @@ def convert_indices(
     num_slots: int | None = None,
     prefill_request_ids: Tensor | None = None,
     prefill_workspace_starts: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     compact: bool = False,
     dcp_size: int = 1,
     dcp_rank: int = 0,
@@ -89,6 +96,8 @@ def convert_indices(
         block_size: tokens in a block. num_slots: blocks * block_size of the cache; slots past it become -1.
         prefill_request_ids: [T] int32; a token whose entry is 0 or more gets prefill_workspace_starts[entry] + position.
         prefill_workspace_starts: [P] int32, first workspace row of each prefill request; the two are given together.
+        seq_lens: [R] int32, tokens of each request of `block_table` that the cache holds; positions from there on are absent.
+            None leaves the limit to the table. Of a `ContextShare` the rank's own tokens, among which a position has its place.
         compact: valid entries come first, in their order, -1 after them.
         dcp_size, dcp_rank, interleave: the cache holds the share of one rank of a `ContextShare`. Position t is absent unless
             (t // interleave) % dcp_size is dcp_rank; t // (interleave * dcp_size) * interleave + t % interleave takes its
@@ -106,12 +115,16 @@ def convert_indices(
         num_slots,
         prefill_request_ids,
         prefill_workspace_starts,
+        seq_lens,
         compact,
         dcp_size,
         dcp_rank,
         interleave,
         out,
     )
+    more: dict[str, Any] = {**ContextShare(dcp_size, dcp_rank, interleave).arguments}
+    if seq_lens is not None:
+        more["seq_lens"] = seq_lens
     return find(CONVERT_INDICES, backend, topk_indices, facts).call(
         topk_indices,
         req_id_per_token,
@@ -122,7 +135,7 @@ def convert_indices(
         prefill_workspace_starts=prefill_workspace_starts,
         compact=compact,
         out=out,
-        **ContextShare(dcp_size, dcp_rank, interleave).arguments,
+        **more,
     )
 
 
@@ -134,6 +147,7 @@ def check(
     num_slots: int | None,
     prefill_request_ids: Tensor | None,
     prefill_workspace_starts: Tensor | None,
+    seq_lens: Tensor | None,
     compact: bool,
     dcp_size: int,
     dcp_rank: int,
@@ -159,11 +173,10 @@ def check(
         results = out
         if out[0] is None or out[1] is None:  # pyright: ignore[reportUnnecessaryComparison]
             refuse(where, "out", "a tuple with None", "a tuple (indices [T, K], counts [T]), or None for new tensors")
-    sizes = TENSORS.check(
-        (topk_indices, req_id_per_token, block_table, prefill_request_ids, prefill_workspace_starts, *results), {}
-    )
-    in_workspace, rows = prefill_request_ids is not None, rounded_rows(sizes["T"])
-    return sizes["K"], block_size, in_workspace, compact, dcp_size > 1, rows
+    workspace = prefill_request_ids, prefill_workspace_starts
+    sizes = TENSORS.check((topk_indices, req_id_per_token, block_table, *workspace, seq_lens, *results), {})
+    features = (prefill_request_ids is not None, compact, dcp_size > 1, seq_lens is not None)
+    return sizes["K"], block_size, *features, rounded_rows(sizes["T"])
 
 
 @isolated
@@ -176,6 +189,7 @@ def reference(
     num_slots: int | None = None,
     prefill_request_ids: Tensor | None = None,
     prefill_workspace_starts: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     compact: bool = False,
     dcp_size: int = 1,
     dcp_rank: int = 0,
@@ -198,6 +212,8 @@ def reference(
     for begin in range(0, num_tokens, step):
         chunk = slice(begin, begin + step)
         pos = share.own(topk_indices[chunk].long())
+        if seq_lens is not None:
+            pos = _cached(pos, req_id_per_token[chunk].long(), seq_lens)
         slot = _slots(pos, req_id_per_token[chunk].long(), block_table, block_size, num_slots)
         if prefill_request_ids is not None:
             request = prefill_request_ids[chunk].long()
@@ -210,6 +226,15 @@ def reference(
         indices[chunk] = slot.to(torch.int32)
         counts[chunk] = valid.sum(dim=1, dtype=torch.int32)
     return indices, counts
+
+
+def _cached(pos: Tensor, req_id: Tensor, seq_lens: Tensor) -> Tensor:
+    """pos [n, K] int64 in the requests req_id [n]; -1 from the length of the request on, and where there is none."""
+    num_reqs = seq_lens.shape[0]
+    if num_reqs == 0:
+        return torch.full_like(pos, -1)
+    length = seq_lens[req_id.clamp(0, num_reqs - 1)].masked_fill((req_id < 0) | (req_id >= num_reqs), 0)
+    return pos.masked_fill(pos >= length.unsqueeze(1), -1)
 
 
 def _slots(pos: Tensor, req_id: Tensor, block_table: Tensor, block_size: int, num_slots: int | None) -> Tensor:
@@ -238,7 +263,7 @@ def _workspace_rows(pos: Tensor, request: Tensor, starts: Tensor | None) -> Tens
 CONVERT_INDICES: Final = Primitive[ConvertIndices](
     "convert_indices",
     module=__name__,
-    facts=("topk", "block_size", "prefill_workspace", "compact", "context_parallel", "rows"),
+    facts=("topk", "block_size", "prefill_workspace", "compact", "context_parallel", "seq_lens", "rows"),
     results=("indices", "counts"),
     reference=reference,
 )

@@ -72,6 +72,7 @@ def convert_indices(
     num_slots: int | None = None,
     prefill_request_ids: Tensor | None = None,
     prefill_workspace_starts: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     compact: bool = False,
     dcp_size: int = 1,
     dcp_rank: int = 0,
@@ -89,12 +90,14 @@ def convert_indices(
     counts = torch.zeros(positions.shape[0], dtype=torch.int32, device="cpu")
     for token, (request, prefill) in enumerate(zip(requests, prefills, strict=True)):
         pos = positions[token]
-        place = torch.nonzero(pos >= 0)[:, 0]  # columns of the row that may hold a valid entry
+        known = 0 <= request < table.shape[0]
+        length = INT32_MAX + 1 if seq_lens is None else int(seq_lens[request]) if known else 0
+        place = torch.nonzero((pos >= 0) & (pos < length))[:, 0]  # columns of the row that may hold a valid entry
         if prefill >= 0:
             place = place if prefill < len(starts) else place[:0]
             found = pos[place] + (starts[prefill] if prefill < len(starts) else 0)
         else:
-            place = place if 0 <= request < table.shape[0] else place[:0]
+            place = place if known else place[:0]
             place = place[pos[place] // block_size < table.shape[1]]
             block = table[request, pos[place] // block_size] if place.numel() else pos[place]
             place, block = place[block >= 0], block[block >= 0]
@@ -147,6 +150,7 @@ class ConvertIndicesParams(Params):
         pattern: where positions are invalid (`inputs.PATTERNS`); positions past the table's width are among them.
         table: "plain"; "holes", negative entries and blocks past the cache; "huge", blocks whose slots pass int32.
         limit: pass num_slots.
+        seq_lens: pass lengths: a block, none, all but the last token of the table, and a negative one.
         compact: valid entries first.
         share: "none", or the rank whose share the cache holds: one of _SHARES.
         requests: "plain"; "edges", requests of the table and of the workspace that do not exist, up to the edges of int32,
@@ -158,15 +162,16 @@ class ConvertIndicesParams(Params):
     primitive = CONVERT_INDICES
     says = (
         "k{topk}! b{block_size}! {pattern}! t{tokens} table_{table} limit{limit} "
-        "compact{compact} workspace_{workspace} requests_{requests} share_{share} in{inputs} out_{outputs}"
+        "seq_lens{seq_lens} compact{compact} workspace_{workspace} requests_{requests} share_{share} in{inputs} out_{outputs}"
     )
-    asks = "topk block_size rows=tokens compact prefill_workspace=workspace context_parallel=share"
+    asks = "topk block_size rows=tokens compact prefill_workspace=workspace seq_lens context_parallel=share"
     topk: int
     block_size: int
     tokens: int = NUM_TOKENS
     pattern: str = "dense"
     table: str = "plain"
     limit: bool = False
+    seq_lens: bool = False
     compact: bool = False
     workspace: str = "none"
     requests: str = "plain"
@@ -214,6 +219,9 @@ class ConvertIndicesParams(Params):
                 odd = torch.tensor([0, 1, 2, 3, 4, INT32_MAX, INT32_MIN, INT32_MIN + 1], dtype=torch.int32)
                 originals["prefill_request_ids"] = odd[turn % len(odd)]
             originals["prefill_workspace_starts"] = starts
+        if self.seq_lens:
+            lengths = [self.block_size, 0, columns * self.block_size - 1, -5]  # at borders, which positions are among
+            originals["seq_lens"] = torch.tensor(lengths, dtype=torch.int32)
         placed = {name: stage.read(name, t, strided=self.inputs == "views") for name, t in originals.items()}
         # fewer slots than the table names: whole blocks, and the last ones of a block, fall outside
         num_slots = num_blocks * self.block_size * 3 // 4 - 1 if self.limit else None
@@ -313,6 +321,10 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         yield replace(params, tokens=0)
         if can_hold_many(facts, level):
             yield replace(params, tokens=MANY_ROWS)
+    if True in accepted(implementation, facts, "seq_lens", [True]):
+        bounded = plain | {name: axes[name] for name in ("compact", "workspace", "share", "inputs")}
+        bounded |= {"seq_lens": [True], "pattern": ["corpus"], "table": ["plain"]}
+        yield from (ConvertIndicesParams(**choice) for choice in covering(bounded, strength=2, allowed=allowed))
     edges = plain | {"workspace": axes["workspace"][:2]}
     for choice in () if level == "smoke" else covering(edges, strength=1, allowed=allowed):
         yield replace(ConvertIndicesParams(**choice), requests="edges", tokens=16, pattern="corpus")
@@ -333,6 +345,8 @@ def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request
         yield "compact", request.but(compact=True)
     if support.prefill_workspace:
         yield "workspace", request.but(prefill_workspace=True)
+    if support.seq_lens:
+        yield "lengths", request.but(seq_lens=True)
     if support.context_parallel:
         yield "share", request.but(context_parallel=True)
 
@@ -343,10 +357,11 @@ def _of_request(request: Request, name: str) -> ConvertIndicesParams:
         block_size=request.block_size or 1,
         tokens=_PROBED_TOKENS,
         pattern=MIXED,
-        table="holes",
-        limit=True,
+        table="plain" if name == "lengths" else "holes",  # what a length leaves out is there
+        limit=name != "lengths",
         compact=request.compact,
         workspace="half" if request.prefill_workspace else "none",
+        seq_lens=request.seq_lens,
         share=_PROBED_SHARE if request.context_parallel else "none",
         outputs="packed",
     )

@@ -190,6 +190,7 @@ def make_inputs(shape: StepShape, device: torch.device) -> StepInputs:
             query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             block_table=torch.from_numpy(block_table).to(device),
+            seq_lens_device=torch.from_numpy(seq_lens.astype(np.int32)).to(device),  # as engines have them
         ),
         positions=torch.from_numpy(position),
         req_id_per_token=torch.from_numpy(request),

@@ -34,6 +34,7 @@ def _implementation(primitive: Primitive[F], reference: F) -> Implementation[F]:
         kv_layouts=None if primitive.cache else (),
         extra_cache=True,
         nope=True,
+        seq_lens=True,
         context_parallel=True,
         graph=False,  # it allocates as it goes, and loops on the host
         needs_bf16=False,

@@ -34,7 +34,7 @@ _EVERYTHING: Final[dict[str, Any]] = {
     **dict.fromkeys(
         (
             *("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection", "finite_values"),
-            *("context_parallel", "graph", "extra_lengths", "nope"),
+            *("seq_lens", "context_parallel", "graph", "extra_lengths", "nope"),
         ),
         True,
     ),

@@ -81,7 +81,7 @@ _ATTENTION: Final[dict[str, Any]] = {
 _SCORES: Final[dict[str, Any]] = {"kv_layouts": _INDEX, "max_heads": 128, "min_shared_memory": _ATTENTION_SHARED_MEMORY}
 SUPPORT: Final[dict[Primitive, Support]] = {
     CACHE_WRITE: _support("cache_write"),
-    CONVERT_INDICES: _support("convert_indices", needs_bf16=False, context_parallel=True, ends_in_order=True),
+    CONVERT_INDICES: _support("convert_indices", needs_bf16=False, seq_lens=True, context_parallel=True, ends_in_order=True),
     GATHER_UPCONVERT: _support("gather_upconvert"),
     SPARSE_DECODE: _support("sparse_attention", **_ATTENTION, workspace_bytes=_split_scratch),
     SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),

@@ -4,7 +4,7 @@
 decode    slot = block_table[req_id, pos // block_size] * block_size + pos % block_size
 prefill   row = workspace_starts[prefill_id] + pos, where prefill_id >= 0
 absent    -1: pos < 0; req_id, prefill_id or the table's column out of range; a negative table entry; a slot past the
-          cache; a sum past int32
+          cache; a sum past int32; with seq_lens, pos not below that of req_id
 share     with DCP_SIZE > 1, positions of other ranks are absent, and pos is the place among the own ones
 compact   a valid entry moves to the place that a running count of valid entries gives it; the rest of the row is -1
 
@@ -44,6 +44,7 @@ def convert_indices_kernel(
     table_ptr,
     prefill_id_ptr,
     prefill_start_ptr,
+    seq_lens_ptr,  # None: positions are limited by the table alone
     topk_stride,
     indices_stride,
     num_reqs,
@@ -72,6 +73,8 @@ def convert_indices_kernel(
     req_id = tl.load(req_id_ptr + token)  # int32
     table_row = table_ptr + req_id.to(tl.int64) * table_stride
     has_table = (req_id >= 0) & (req_id < num_reqs)
+    if seq_lens_ptr is not None:
+        length = tl.load(seq_lens_ptr + req_id, mask=has_table, other=0)  # int32
     to_workspace = False
     has_workspace = False
     last_index = last_slot
@@ -102,6 +105,8 @@ def convert_indices_kernel(
             index = tl.where(to_workspace, first_row + pos, index)
             valid = valid | (has_workspace & (pos >= 0))
         valid = valid & (index >= 0) & (index <= last_index)
+        if seq_lens_ptr is not None:
+            valid = valid & (pos < length)  # here, so that no load of the table waits for the length
 
         ones = valid.to(tl.int32)
         if COMPACT:
@@ -130,6 +135,7 @@ def launch(
     block_table: Tensor,
     prefill_request_ids: Tensor | None,
     prefill_workspace_starts: Tensor | None,
+    seq_lens: Tensor | None,
     *,
     block_size: int,
     last_slot: int,
@@ -157,6 +163,7 @@ def launch(
         block_table,
         prefill_request_ids,
         prefill_workspace_starts,
+        seq_lens,
         topk_indices.stride(0),
         indices.stride(0),
         block_table.shape[0],
@@ -179,7 +186,7 @@ def launch(
 
 
 def aot_variants(arch: str = "default") -> list[AotVariant]:
-    """Decode tokens in place; prefill tokens, compacted; and decode tokens of the second of two ranks, compacted."""
+    """Decode tokens in place; limited by lengths and compacted, prefill tokens and decode tokens of the second of two ranks."""
     config = config_for(CONFIGS, arch)
     pointers = dict.fromkeys(["indices_ptr", "counts_ptr", "topk_ptr", "req_id_ptr", "table_ptr"], "*i32")
     constants = {"TOPK": 2048, "CACHE_BLOCK": 64, "BLOCK_K": config.tile, "INTERLEAVE": 1}
@@ -193,6 +200,7 @@ def aot_variants(arch: str = "default") -> list[AotVariant]:
             **pointers,
             prefill_id_ptr="*i32" if prefill else None,
             prefill_start_ptr="*i32" if prefill else None,
+            seq_lens_ptr="*i32" if compact else None,
             PREFILL=prefill,
             COMPACT=compact,
             DCP_SIZE=dcp_size,
