@@ -135,8 +135,10 @@ class MaskedPrefillParams(Params):
         heads: H. qk_head_dim, v_head_dim: of a head.
         batch: a key of BATCHES. full: every query sees every key, where it would see those up to itself.
         selected: None for no selection; "half" of the keys; "few", 1 of 20, every fifth row none at all, and some keys none;
-            "all". Keys that no query attends to are NaN, and their values infinite.
-        finite: what no query attends to is large instead, as promised. lse: "asked" or "none".
+            "all".
+        unseen: keys that no query attends to: "marked", NaN and their values infinite; "plain", as all others: a kernel that
+            computes rows of NaN again would hide a key too many. finite: those marked are large instead, as promised.
+        lse: "asked" or "none".
         held: words of a row: "exact"; "more", with bits past the request's keys; "fewer" than the keys need.
         bounds: of lengths, "exact" or "most", 2^31 - 1.
         apart: tokens of no request lie in front of the first one and behind the last one, and keys too.
@@ -148,7 +150,7 @@ class MaskedPrefillParams(Params):
     primitive = MASKED_PREFILL
     says = (
         "h{heads}! d{qk_head_dim}! {v_head_dim}! {batch}! full{full} selected_{selected} held_{held} bounds_{bounds} "
-        "apart{apart} finite{finite} lse_{lse} in{inputs} out_{outputs} {size} spare{spare}"
+        "apart{apart} finite{finite} unseen_{unseen} lse_{lse} in{inputs} out_{outputs} {size} spare{spare}"
     )
     asks = "num_heads=heads qk_head_dim v_head_dim selection=selected finite_values=finite lse"
     heads: int
@@ -158,6 +160,7 @@ class MaskedPrefillParams(Params):
     full: bool = False
     selected: str = "none"
     finite: bool = False
+    unseen: str = "marked"
     lse: str = "asked"
     held: str = "exact"
     bounds: str = "exact"
@@ -189,7 +192,7 @@ class MaskedPrefillParams(Params):
             for lengths, first in ((queries, before), (keys, first_key))
         ]
         selection = self._selection(starts[0], keys, tokens, g)
-        attended = self._attended_keys(starts[0], starts[1], selection, rows)
+        attended = self._attended_keys(starts[0], starts[1], selection, rows) | (self.unseen == "plain")
         arguments: dict[str, Any] = {
             "q": q.bfloat16(),
             "k": k.masked_fill_(~attended[:, None, None], _LARGE if self.finite else math.nan).bfloat16(),
@@ -304,6 +307,9 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     if base.heads == 1:
         yield replace(base, batch="pairs", spare=_SPARE)
     yield from (replace(base, batch="ragged", selected=each, bounds="most") for each in axes["selected"])
+    for selected in selections[:1]:
+        yield replace(base, batch="ragged", selected=selected, held="fewer")
+        yield replace(base, batch="ragged", selected=selected, held="fewer", unseen="plain")
     if can_capture(implementation, facts):
         for each in axes["selected"]:
             yield replace(base, batch="ragged", selected=each, outputs="packed", run="graph")

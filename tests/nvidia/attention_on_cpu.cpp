@@ -111,7 +111,7 @@ static void run() {
 extern "C" void launch(const char* arguments, unsigned blocks, unsigned splits, int shared, int stride,
                        const unsigned char* const* of_caches, int count) {
     packed = arguments, caches = of_caches, count_of_caches = count;
-    readable = nullptr, readable_end = (const char*)~0ull;
+    readable = {{nullptr, (const char*)~0ull}};
     gridDim = {blocks, splits};
     for (blockIdx.y = 0; blockIdx.y < splits; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {

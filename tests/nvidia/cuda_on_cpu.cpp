@@ -22,7 +22,7 @@ extern "C" int shared_size() { return sizeof(Shared); }
 extern "C" void launch(int* out, const float* logits, const int* starts, const int* ends, int topk, int num_logits, i64 logits_stride,
                        i64 out_stride, int rows, int blocks, int stride, const char* begin, const char* end) {
     call = {out, logits, starts, ends, topk, num_logits, logits_stride, out_stride};
-    readable = begin, readable_end = end;
+    readable = {{begin, end}};
     gridDim = {rows, blocks};
     for (blockIdx.x = 0; blockIdx.x < rows; ++blockIdx.x) run_blocks(blocks, THREADS, (sizeof(Shared) + 63) / 64 * 64, stride, run);
 }

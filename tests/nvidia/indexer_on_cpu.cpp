@@ -80,7 +80,7 @@ static void run() {
 extern "C" void launch(const char* arguments, int blocks, int shared, int stride) {
     const int threads = CONSUMERS + 32 * COPIERS;
     packed = arguments;
-    readable = nullptr, readable_end = (const char*)~0ull;
+    readable = {{nullptr, (const char*)~0ull}};
     for (int i = 0; i < 256; ++i) numbers[i] = of_e4m3(i);
     operands.resize(threads), copies.assign(threads, {});
     gridDim.x = blocks;

@@ -147,7 +147,7 @@ def _library(defines: tuple[tuple[str, int], ...], chunks: int) -> ctypes.CDLL:
     source = re.sub(r"^.*\b(?:smem_u32\(const|typedef ).*\n", "", source, flags=re.MULTILINE)
     source = source.replace('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', "")
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)shared_of(block());", source)
-    return compiled(source, "masked_on_cpu.cpp", defines, ctypes.c_char_p, *[ctypes.c_int] * 4)
+    return compiled(source, "masked_on_cpu.cpp", defines, ctypes.c_char_p, *[ctypes.c_int] * 4, ctypes.c_void_p, ctypes.c_int)
 
 
 class EmulatedMasked(MaskedModel):
@@ -158,7 +158,16 @@ class EmulatedMasked(MaskedModel):
     chunks = 1024
     """Of 32 requests, whose pieces of work a block counts."""
 
-    def attend(self, at: dict[str, Any], packed: bytes, blocks: int, *_reference: Any) -> None:
+    def attend(
+        self, at: dict[str, Any], packed: bytes, blocks: int, x: list[Tensor], selection: Tensor | None, *_results: Tensor
+    ) -> None:
         order = self.orders[len(self.launches) % len(self.orders)]
-        _library(self.build.defines, self.chunks).launch(packed, blocks, self.build.shared_bytes, *order)
+        loaded = [*x[3:], *([] if selection is None else [selection])]
+        spans = [address for each in loaded for address in (each.data_ptr(), each[(-1,) * each.dim()].data_ptr() + 4)]
+        ends = (ctypes.c_void_p * len(spans))(*spans)
+        library = _library(self.build.defines, self.chunks)
+        library.launch(packed, blocks, self.build.shared_bytes, *order, ends, len(spans) // 2)
         assert COUNTER.item() == 0, "ready for the next launch"
+        tiles = -(-x[3].diff() // masked.QUERIES) if at["num_requests"] <= 32 * self.chunks else torch.tensor(at["query_tiles"])
+        pieces = at["num_heads"] * int(tiles.expand(at["num_requests"]).sum())
+        assert ctypes.c_int.in_dll(library, "taken").value == pieces + blocks, "no piece is taken twice"

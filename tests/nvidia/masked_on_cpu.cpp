@@ -9,6 +9,7 @@
 
 #include <array>
 #include <deque>
+#include <utility>
 
 #define __grid_constant__
 
@@ -16,6 +17,8 @@ struct int4 { int x, y, z, w; };
 static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static struct { u32 x; } gridDim;
 static bool __any_sync(unsigned all, bool value) { return !__all_sync(all, !value); }
+extern "C" { int taken; }  // numbers of pieces of work, and one for each block behind the last piece
+static int atomicAdd(int* at, int value) { return ++taken, std::exchange(*at, *at + value); }
 
 // ---- copies of tiles by a map, which has what the driver was passed for it
 struct Map { u64 address, sizes[3], strides[2]; u32 box[3]; };
@@ -137,10 +140,11 @@ static void run() {
     next_thread();
 }
 
-// All blocks run together; stride: see cuda_on_cpu.h. copies_late: tiles arrive when they are waited for.
-extern "C" void launch(const char* arguments, int blocks, int shared, int stride, int copies_late) {
-    packed = arguments, late = copies_late, gridDim.x = blocks;
-    readable = nullptr, readable_end = (const char*)~0ull;
+// All blocks run together; stride: see cuda_on_cpu.h. copies_late: tiles arrive when they are waited for. ranges: `count` pairs of
+// the begin and the end of what plain loads may read.
+extern "C" void launch(const char* arguments, int blocks, int shared, int stride, int copies_late, const Range* ranges, int count) {
+    packed = arguments, late = copies_late, gridDim.x = blocks, taken = 0;
+    readable.assign(ranges, ranges + count);
     phases.clear(), named.clear(), copies.clear();
     copy_arrives = copy_for;
     products.assign(blocks * THREADS, std::deque<std::vector<Product>>(1));

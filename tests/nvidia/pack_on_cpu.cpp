@@ -22,6 +22,6 @@ static void run() {
 extern "C" void launch(u32* words, const int* positions, const int* starts, int vectors, int topk, int width, int span,
                        i64 position_stride, i64 word_stride, int first, int last, int stride, const char* begin, const char* end) {
     call = {words, positions, starts, vectors, topk, width, span, position_stride, word_stride};
-    readable = begin, readable_end = end;
+    readable = {{begin, end}};
     for (blockIdx.x = first; blockIdx.x < last; ++blockIdx.x) run_blocks(1, THREADS, span, stride, run);
 }

@@ -171,7 +171,7 @@ static void run() {
 extern "C" void launch(const char* arguments, int clusters, int blocks, int shared, int stride, void (*in_front)()) {
     ended_in_front = in_front;
     packed = arguments;
-    readable = nullptr, readable_end = (const char*)~0ull;
+    readable = {{nullptr, (const char*)~0ull}};
     cluster_blocks = blocks, clusters_of_launch = clusters;
     operands.resize(blocks * THREADS), of_mma.resize(blocks * THREADS);
     for (cluster = 0; cluster < (u32)clusters; ++cluster) {
