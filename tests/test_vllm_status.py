@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from commands import document, invoke
@@ -16,6 +20,37 @@ from mla_portable.vllm.v4 import choice
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
+INTERFACES = Path(__file__).parent / "vllm" / "interfaces"
+"""Of vLLM's versions: the names in its modules."""
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Installs a vLLM whose modules have the names of a version's, and nothing that runs."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(path: str, names: str) -> None:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(
+            "raise ImportError('vLLM is not to be imported')\n" + "".join(f"{name} = None\n" for name in names.split())
+        )
+
+    def install(version: str, interface: str = "0.33.0", *, v4: bool = True) -> None:
+        monkeypatch.setattr("importlib.metadata.version", lambda package: version)
+        write("vllm/__init__.py", "")
+        for path, names in json.loads((INTERFACES / f"{interface}.json").read_text())["seams"].items():
+            if names:
+                write(path, names)
+        if v4:
+            text = f"def {choice.SELECT}(): ...\nif True:\n    from elsewhere import {choice.STOCK}\n"
+            write("vllm/models/deepseek_v4/nvidia/model.py", "")
+            (tmp_path / "vllm/models/deepseek_v4/nvidia/model.py").write_text(text)
+
+    return install
+
+
 WORDS_OF_V4 = {
     "sm80": ("as far as it can", "mhc_pre_broadcast_tilelang", "o_proj", "compressor", "mla_portable.flash_mla"),
     "sm89": ("as far as it can", "mhc_pre_broadcast_tilelang", "o_proj", "compressor", "mla_portable.flash_mla"),
@@ -26,10 +61,10 @@ WORDS_OF_V4 = {
 
 
 @pytest.mark.parametrize("arch", WORDS_OF_V4)
-def test_status_tells_whose_attention_deepseek_v4_gets(arch: str, monkeypatch: pytest.MonkeyPatch):
+def test_status_tells_whose_attention_deepseek_v4_gets(arch: str, install: Install, tmp_path: Path):
     known = next(each for each in MACHINES.values() if each.arch == arch)
     registry = Registry(facts={"cuda": known}, environ={}, probe=False)
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.33.0")
+    install("0.33.0")
 
     def said(**environ: str) -> dict[str, str]:
         return dict(vllm_status(registry, torch.device("cuda"), environ=environ).models)
@@ -41,12 +76,12 @@ def test_status_tells_whose_attention_deepseek_v4_gets(arch: str, monkeypatch: p
     routed = said(**{settings.ENV_ROUTE: "fused"})["DeepSeek-V4"]
     assert (f"{settings.ENV_ROUTE}=fused" in routed) == (arch in ("sm90", "sm100"))
     assert not said(**{settings.ENV_MODE: "off"})
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.24.0")
-    assert not said()  # vLLM has no such model yet
+    (tmp_path / "vllm/models/deepseek_v4/nvidia/model.py").write_text(f"def {choice.SELECT}(): ...\n")
+    assert not said()  # the plugin would leave it alone, whatever the version
 
 
-def test_doctor_prints_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.33.0")
+def test_doctor_prints_it(monkeypatch: pytest.MonkeyPatch, install: Install):
+    install("0.33.0")
     assert document("doctor")["vllm"]["models"] == []  # of a CPU
     monkeypatch.setattr("mla_portable.vllm.status._capability", lambda facts: (8, 9))
     assert document("doctor")["vllm"]["models"] == [["DeepSeek-V4", f"{choice.AS_FAR_AS}: {choice.BELOW_SM90}. {choice.FORK}"]]
@@ -55,23 +90,34 @@ def test_doctor_prints_it(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("machine", "version", "words"),
+    ("machine", "interface", "words"),
     [
         ("H200", "0.33.0", "vLLM's, with DeepGEMM"),
         ("A100", "0.33.0", "mla_portable's (indexer_select triton.portable"),
         ("MI300X", "0.33.0", "vLLM's: no DeepGEMM on ROCm"),
-        ("BI-V150", "0.25.1+corex.4.5.0", "mla_portable's (indexer_select triton.portable"),  # without graphs
-        ("BI-V150", "0.17.1+corex.4.4.0", "vLLM's: mla_portable's needs vLLM 0.24 or newer"),
-        ("A100", "0.17.1", "vLLM's: mla_portable's needs vLLM 0.24 or newer"),
+        ("BI-V150", "0.28.0", "mla_portable's (indexer_select triton.portable"),  # without graphs
+        ("BI-V150", "0.17.1", "vLLM's: mla_portable's needs what this vLLM lacks, vllm.model_executor"),
+        ("A100", "0.17.1", "vLLM's: mla_portable's needs what this vLLM lacks, vllm.model_executor"),
     ],
 )
-def test_status_tells_whose_indexer_vllm_runs(machine: str, version: str, words: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("version", ["0.17.1+corex.4.4.0", "0.33.0", "0.1.dev1+g0123456"])
+def test_status_tells_whose_indexer_vllm_runs(machine: str, interface: str, words: str, version: str, install: Install):
+    """By what vLLM's modules have, as the plugin itself does: a fork or a build from source may say any version."""
     registry = Registry(facts={"cuda": MACHINES[machine]}, environ={}, probe=False)
-    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
+    install(version, interface)
 
     def said(**environ: str) -> str:
         return vllm_status(registry, torch.device("cuda"), environ=environ).indexer
 
     assert said().startswith(words)
+    assert "has_deep_gemm" in said() or interface != "0.17.1"
     asked = said(**{settings.ENV_INDEXER: "on"})
-    assert asked.startswith("mla_portable's") == (not version.startswith("0.17"))
+    assert asked.startswith("mla_portable's") == (interface != "0.17.1")
+
+
+def test_what_has_no_source_is_not_judged(install: Install, tmp_path: Path):
+    registry = Registry(facts={"cuda": MACHINES["A100"]}, environ={}, probe=False)
+    install("0.33.0", "0.17.1")
+    for name in ("model_executor/layers/sparse_attn_indexer", "v1/attention/backends/mla/indexer"):
+        (tmp_path / "vllm" / f"{name}.py").rename(tmp_path / "vllm" / f"{name}.cpython-311.so")
+    assert vllm_status(registry, torch.device("cuda"), environ={}).indexer.startswith("mla_portable's")

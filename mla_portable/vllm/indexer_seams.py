@@ -341,3 +341,6 @@ SEAMS: Final = {
         Seam(pad_heads_as_bytes, ("_pad_indexer_heads",)),
     ),
 }
+
+OPERATOR: Final = ("vllm.model_executor.layers.sparse_attn_indexer", "vllm.v1.attention.backends.mla.indexer")
+"""The modules of `SEAMS` without whose names this indexer serves nothing; `doctor` looks for them in the installed vLLM."""

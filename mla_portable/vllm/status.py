@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -29,7 +31,7 @@ from mla_portable.engine.routing import attention_served_by, attention_serving, 
 from mla_portable.engine.status import EngineStatus, version_and_mode
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
-from mla_portable.vllm import settings
+from mla_portable.vllm import indexer_seams, settings
 from mla_portable.vllm.v4 import choice as v4
 
 _MEANING: Final = {
@@ -38,10 +40,6 @@ _MEANING: Final = {
     "auto": "chosen with --attention-backend CUSTOM, and where stock does not serve the device or the configuration",
 }
 _V4_ON_REQUEST: Final = "vLLM's; mla_portable's with --attention-backend CUSTOM, or in mode override"
-_V4_SINCE: Final = 26
-"""0.26 is the first vLLM with DeepSeek-V4."""
-_INDEXER_SINCE: Final = 24
-"""0.24 is the first vLLM whose indexer the plugin can serve; it leaves that of others alone."""
 
 
 def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> EngineStatus:
@@ -53,18 +51,19 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
     version, mode = found
     note = _obstacle(mode, environ)
     served = choices(partial(decide_route, registry, device=device))
-    indexer = "" if note else _indexer(registry, device, version, environ)
-    models = () if note else _deepseek_v4(registry, device, version, settings.route(environ), mode)
+    indexer = "" if note else _indexer(registry, device, environ)
+    models = () if note else _deepseek_v4(registry, device, settings.route(environ), mode)
     return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer, models)
 
 
-def _indexer(registry: Registry, device: torch.device, version: str, environ: Mapping[str, str]) -> str:
+def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
     """As vLLM will decide on this device, except that it also tries to import DeepGEMM."""
     mode, facts = settings.indexer(environ), registry.facts(device)
     if mode == "off" or (mode == "auto" and facts.device_type == "cpu"):
         return f"vLLM's ({settings.ENV_INDEXER}={mode})"
-    if not _is_since(version, _INDEXER_SINCE):
-        return f"vLLM's: mla_portable's needs vLLM 0.{_INDEXER_SINCE} or newer, this is {version}"
+    lacking = [words for name in indexer_seams.OPERATOR for words in _lacking(name, indexer_seams.SEAMS[name].needs)]
+    if lacking:
+        return f"vLLM's: mla_portable's needs what this vLLM lacks, {', '.join(lacking)} (0.24 is the first that has it)"
     own = own_indexer(facts)
     if mode == "auto" and own and not deep_gemm_serves(facts):
         return f"vLLM's: {own}"
@@ -75,11 +74,11 @@ def _indexer(registry: Registry, device: torch.device, version: str, environ: Ma
     return scorer(facts, ours=ours, theirs="vLLM's, with DeepGEMM", asked=f"{settings.ENV_INDEXER}=on" if mode == "on" else "")
 
 
-def _deepseek_v4(registry: Registry, device: torch.device, version: str, route: str, mode: str) -> tuple[tuple[str, str], ...]:
+def _deepseek_v4(registry: Registry, device: torch.device, route: str, mode: str) -> tuple[tuple[str, str], ...]:
     """Whose attention DeepSeek-V4's layers get, and why; empty where vLLM would not choose among classes for CUDA."""
     facts = registry.facts(device)
     capability = _capability(facts)
-    if capability is None or not _is_since(version, _V4_SINCE):
+    if capability is None or any(_lacking(v4.MODULES[0], (v4.SELECT, v4.STOCK))):
         return ()
     if v4.below_sm90(capability):
         return (("DeepSeek-V4", f"{v4.AS_FAR_AS}: {v4.BELOW_SM90}. {v4.FORK}"),)
@@ -95,10 +94,35 @@ def _deepseek_v4(registry: Registry, device: torch.device, version: str, route: 
     return (("DeepSeek-V4", words), *(("DeepSeek-V4.1", f"vLLM's, mla_portable does not serve it: {each}") for each in newer))
 
 
-def _is_since(version: str, minor: int) -> bool:
-    """vLLM's version is 0.`minor` or newer."""
-    found = re.match(r"(\d+)(?:\.(\d+))?", version)
-    return found is not None and (int(found[1]), int(found[2] or 0)) >= (0, minor)
+def _lacking(module: str, names: tuple[str, ...]) -> list[str]:
+    """What a module of the installed vLLM lacks of `names`; the module itself where there is none. It is not imported.
+
+    The same names that decide when vLLM imports it. A module without a source cannot be looked at, and lacks nothing.
+    """
+    spec = find_spec("vllm")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        path = Path(folder, *module.split(".")[1:])
+        source = path.with_suffix(".py")
+        if source.is_file():
+            known = set(_defined(ast.parse(source.read_text(encoding="utf-8")).body))
+            return [f"{module}.{name}" for name in names if name not in known]
+        if any(path.parent.glob(f"{path.name}.*")):
+            return []
+    return [module]
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    """The names that statements of a module define, in branches too."""
+    for each in body:
+        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield each.name
+        elif isinstance(each, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name for alias in each.names)
+        elif isinstance(each, (ast.Assign, ast.AnnAssign)):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(each, (ast.If, ast.Try, ast.With)):
+            yield from _defined([*each.body, *getattr(each, "orelse", ())])
 
 
 def _decode(decision: RouteDecision) -> str:

@@ -421,7 +421,7 @@ def test_status_tells_whose_indexer_runs(arch: str, mode: str, ours: bool, monke
     registry = Registry(environ={"MLA_PORTABLE_BACKEND": "reference"})
     here = replace(registry.facts(CPU), vendor="nvidia", device_type="cuda", arch=arch, name="a GPU")
     monkeypatch.setattr(registry, "facts", lambda device: here)
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.33.0")  # before 0.24 it is vLLM's
+    monkeypatch.setattr("mla_portable.vllm.status._lacking", lambda module, names: [])  # before 0.24 it is vLLM's
     found = vllm_status(registry, CPU, environ={settings.ENV_INDEXER: mode}).indexer
     assert found.startswith("mla_portable's (indexer_select" if ours else "vLLM's")
     assert mode == "auto" or f"{settings.ENV_INDEXER}={mode}" in found
