@@ -18,6 +18,7 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator, default_device
 from mla_portable.contracts.rules import check_cache, check_dense, check_tensor, shape_of
 from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse
+from mla_portable.errors import InvalidArgument
 from mla_portable.layouts import INDEX, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import indexer_logits, indexer_logits_ragged
 
@@ -82,19 +83,25 @@ def fp8_fp4_mqa_logits(
         out = _rows(num_tokens, num_keys, queries.device)
         ranges = cu_seq_len_k_start, cu_seq_len_k_end
         return indexer_logits_ragged(queries, weights, keys, scales, *ranges, out=out).to(logits_dtype)
-    compressed = _rows(num_tokens, max_seqlen_k, queries.device)
-    if num_keys == 0:
-        return compressed.fill_(-torch.inf).to(logits_dtype)
-    column = torch.arange(max_seqlen_k, dtype=torch.int64, device=queries.device)
-    step = max(1, _SCRATCH_ELEMENTS // (num_keys + 3 * max_seqlen_k))  # scores, and 64-bit columns with their mask
-    for begin in range(0, num_tokens, step):
+    try:
+        compressed = _rows(num_tokens, max_seqlen_k, queries.device)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):  # says so itself
+            raise
+        size = f"{max_seqlen_k} for {num_tokens} query tokens, {num_tokens * max_seqlen_k / 2**28:.0f} GiB of scores"
+        raise InvalidArgument(where, "max_seqlen_k", got=size, expected="scores that fit in memory") from error
+    num_columns = min(max_seqlen_k, num_keys)  # behind them no token sees a key
+    compressed[:, num_columns:].fill_(-torch.inf)
+    column = torch.arange(num_columns, dtype=torch.int64, device=queries.device)
+    step = max(1, _SCRATCH_ELEMENTS // max(1, num_keys + 3 * num_columns))  # scores, and 64-bit columns with their mask
+    for begin in range(0, num_tokens if num_columns else 0, step):
         some = slice(begin, min(begin + step, num_tokens))
         starts, ends = cu_seq_len_k_start[some], cu_seq_len_k_end[some]
         scores = _rows(some.stop - begin, num_keys, queries.device)
         indexer_logits_ragged(queries[some], weights[some], keys, scales, starts, ends, out=scores)
-        taken = starts.clamp(min=0).unsqueeze(1) + column  # [m, max_seqlen_k]
+        taken = starts.clamp(min=0).unsqueeze(1) + column  # [m, num_columns]
         found = scores.gather(1, taken.clamp(max=num_keys - 1))
-        compressed[some] = found.masked_fill_(taken >= num_keys, -torch.inf)
+        compressed[some, :num_columns] = found.masked_fill_(taken >= num_keys, -torch.inf)
     return compressed.to(logits_dtype)
 
 

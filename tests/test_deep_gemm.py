@@ -112,6 +112,27 @@ def test_no_keys_and_no_tokens(max_seqlen_k: int):
     assert none.shape == (0, max_seqlen_k or 3)
 
 
+def test_a_bound_that_no_memory_holds_is_refused_in_words():
+    nothing = torch.zeros(1 << 14, dtype=torch.int32)
+    q, (codes, scales) = torch.zeros(1 << 14, HEADS, WIDTH, dtype=torch.float8_e4m3fn), quantised(draw(3, WIDTH))
+    with pytest.raises(InvalidArgument, match="max_seqlen_k: got 2147483647 for 16384 query tokens, 131072 GiB of scores"):
+        deep_gemm.fp8_fp4_mqa_logits(
+            (q, None), (codes, scales), torch.zeros(1 << 14, HEADS), nothing, nothing, max_seqlen_k=2**31 - 1
+        )
+
+
+def test_a_bound_beyond_the_keys_costs_only_its_columns(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda *sizes, **options: (made.append(sizes[-1]), arange(*sizes, **options))[1])
+    codes, scales = quantised(draw(3, WIDTH))
+    q, starts, ends = draw(2, HEADS, WIDTH).to(torch.float8_e4m3fn), torch.tensor([0, 1]).int(), torch.tensor([3, 2]).int()
+    arguments = (q, None), (codes, scales), draw(2, HEADS), starts, ends
+    found = deep_gemm.fp8_fp4_mqa_logits(*arguments, max_seqlen_k=100_000)
+    few = deep_gemm.fp8_fp4_mqa_logits(*arguments, max_seqlen_k=3)
+    assert torch.equal(found[:, :3], few) and (found[:, 3:] == -torch.inf).all() and max(made) == 3
+
+
 def paged(lengths: list[int], columns: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """A cache [blocks, 64, 1, 132] with these sequences in blocks here and there, its block table, and the keys as numbers."""
     blocks = torch.randperm(2 + sum(-(-n // BLOCK) for n in lengths), generator=torch.Generator().manual_seed(3)).tolist()

@@ -351,14 +351,14 @@ def test_parts_merge_as_they_are_returned(backend: str):
     torch.testing.assert_close(lse, whole[2].masked_fill(whole[2] == INF, -INF))
 
 
-@pytest.mark.parametrize("value", ["ON", "On", " on "])
+@pytest.mark.parametrize("value", ["on", "ON", "On", " on "])
 def test_max_logits_are_asked_for_in_upper_or_lower_case(value: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(statistics.ENV_MAX_LOGITS, value)
     statistics.wants_max_logits.cache_clear()
     assert flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1] is not None
 
 
-@pytest.mark.parametrize("value", ["off", ""])
+@pytest.mark.parametrize("value", ["off", "OFF", ""])
 def test_max_logits_are_left_out_unless_asked_for(value: str, monkeypatch: pytest.MonkeyPatch):
     whole = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())
     monkeypatch.setenv(statistics.ENV_MAX_LOGITS, value)
@@ -694,7 +694,7 @@ NO_SCALES = (-1.0, 0, float("nan"), "x", True, torch.tensor(0.1))
 DECODE_REFUSALS: dict[str, list[Any]] = {
     "q": [
         None, *NO_TENSORS, zeros(2, 3, 576), zeros(2, 3, 4, 448), zeros(2, 3, 4, 576, dtype=torch.float16), zeros(2, 0, 4, 576),
-        zeros(2, 3, 0, 576), zeros(2, 3, 4, 1152)[..., ::2],
+        zeros(2, 3, 0, 576), zeros(2, 3, 4, 1152)[..., ::2], zeros(), zeros(576),
     ],
     "k_cache": [
         None, *NO_TENSORS, zeros(6, 16, 656, dtype=UINT8), zeros(6, 16, 2, 656, dtype=UINT8), zeros(6, 16, 1, 288, dtype=UINT8),
@@ -710,23 +710,25 @@ DECODE_REFUSALS: dict[str, list[Any]] = {
     "out": [
         *NO_TENSORS, zeros(2, 3, 4, 576), zeros(2, 3, 4, 512, dtype=torch.float32), zeros(1, 3, 4, 512).expand(2, -1, -1, -1),
     ],
-    "head_dim_v": [None, 576, "512", 128],
+    "head_dim_v": [None, 576, "512", 128, torch.tensor([512, 512]), [512]],
     "tile_scheduler_metadata": ["x", 5, (None, None)],
     "softmax_scale": list(NO_SCALES),
-    "causal": [True],
-    "is_fp8_kvcache": [False],
-    "kv_format": ["V32_NO_ROPE", "V41", "V41_FP4", "V4", "x", 5],
+    "causal": [True, None, torch.tensor([False, True]), np.zeros(2), "no"],
+    "is_fp8_kvcache": [False, torch.tensor([True, True]), "yes"],
+    "kv_format": ["V32_NO_ROPE", "V41", "V41_FP4", "V4", "x", 5, ["V32"], {}, torch.tensor([1, 2])],
     "extra_k_cache": [*NO_TENSORS, zeros(6, 16, 1, 576), zeros(6, 16, 656, dtype=UINT8), zeros(6, 0, 1, 656, dtype=UINT8)],
     "extra_indices_in_kvcache": [
         None, *NO_TENSORS, zeros(2, 3, 0, dtype=INT32), zeros(2, 3, 8, dtype=torch.int64), zeros(3, 3, 8, dtype=INT32),
     ],
     "extra_topk_length": [*NO_TENSORS, zeros(3, dtype=INT32), zeros(2, dtype=torch.int64)],
-    "enable_batch_invariant": [True],
+    "enable_batch_invariant": [True, torch.tensor([False, False])],
     "descale_q": [zeros(1, dtype=torch.float32)],
     "descale_k": [zeros(1, dtype=torch.float32)],
 }  # fmt: skip
 PREFILL_REFUSALS: dict[str, list[Any]] = {
-    "q": [None, *NO_TENSORS, zeros(4, 576), zeros(4, 3, 512), zeros(4, 0, 576), zeros(4, 3, 576, dtype=torch.float16)],
+    "q": [
+        None, *NO_TENSORS, zeros(4, 576), zeros(4, 3, 512), zeros(4, 0, 576), zeros(4, 3, 576, dtype=torch.float16), zeros(),
+    ],
     "kv": [
         None, *NO_TENSORS, zeros(10, 576), zeros(10, 2, 576), zeros(10, 1, 640), zeros(10, 1, 656, dtype=UINT8),
         zeros(10, 1, 576, dtype=torch.float16), zeros(1, 1, 576).expand(10, 1, 576), zeros(10, 1, 1152)[..., ::2],
@@ -737,7 +739,8 @@ PREFILL_REFUSALS: dict[str, list[Any]] = {
         zeros(5, 1, 6, dtype=INT32), zeros(4, 1, 6, dtype=torch.int64),
     ],
     "sm_scale": [None, *NO_SCALES],
-    "d_v": [None, 128, 576],
+    "d_v": [None, 128, 576, torch.tensor([512, 512])],
+    "return_log2_lse": [torch.tensor([True, True]), "yes", 2],
     "attn_sink": [*NO_TENSORS, zeros(3), zeros(4, dtype=torch.float32)],
     "topk_length": [*NO_TENSORS, zeros(5, dtype=INT32), zeros(4, 1, dtype=INT32)],
     "out": [*NO_TENSORS, zeros(4, 3, 576), zeros(4, 3, 512, dtype=torch.float32)],
@@ -750,10 +753,10 @@ VARLEN_REFUSALS: dict[str, list[Any]] = {
     "cu_seqlens_kv": [None, zeros(4, dtype=INT32), zeros(3, dtype=torch.int64)],
     "max_seqlen_qo": [None, -1, 1.5, True, torch.tensor(4)],
     "max_seqlen_kv": [None, -1, "x", torch.tensor(4)],
-    "dropout_p": [0.1],
+    "dropout_p": [0.1, None, "0", torch.tensor([0.0, 0.0])],
     "softmax_scale": list(NO_SCALES),
-    "causal": [None, 1],
-    "deterministic": [True],
+    "causal": [None, 1, torch.tensor([True, False])],
+    "deterministic": [True, None, torch.tensor([False, False])],
 }  # fmt: skip
 
 
@@ -785,6 +788,27 @@ def test_dense_attention_is_checked_before_anything_runs(argument: str):
     flash_mla.flash_attn_varlen_func(**varlen_arguments())
     for value in VARLEN_REFUSALS[argument]:
         refused(flash_mla.flash_attn_varlen_func, varlen_arguments(), argument, value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [(each, value) for each in ("qkv", "kv") for value in (None, [1.0], zeros(), zeros(7, 512), zeros(7, 4, 192))]
+    + [("head_dim_qk", value) for value in (None, 0, -1, 1.5, "192", torch.tensor(192), 600)],
+)
+def test_packed_forms_are_checked_before_anything_runs(argument: str, value: Any):
+    options = {"cu_seqlens": int32([0, 2, 6]), "max_seqlen": 4, "qkv": zeros(6, 4, 512), "head_dim_qk": 192}
+    keys = varlen_arguments(kv=zeros(7, 4, 320), head_dim_qk=192)
+    del keys["k"], keys["v"]
+    for call, given in (
+        (flash_mla.flash_attn_varlen_qkvpacked_func, options),
+        (flash_mla.flash_attn_varlen_kvpacked_func, keys),
+    ):
+        call(**given)
+        if argument in given:
+            with pytest.raises(InvalidArgument) as caught:
+                call(**given | {argument: value})
+            told = {"qkv", "kv"} if isinstance(value, int) and value == 600 else {argument}
+            assert caught.value.argument in told and ", expected " in str(caught.value)
 
 
 def test_a_gradient_that_nobody_asks_for_is_no_error():

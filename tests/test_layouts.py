@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from dataclasses import replace
@@ -23,6 +24,7 @@ from mla_portable.layouts import (
     INDEX_FP8,
     LAYOUTS,
     SCALE_FORMATS,
+    CacheLayout,
     index_query_dtype,
     layout_names,
     layout_of,
@@ -238,7 +240,7 @@ def test_a_row_of_one_cache_is_no_row_of_the_other():
         layout_of(latents, cache=INDEX)
     with pytest.raises(InvalidArgument, match=r"bfloat16 rows of 128, expected .*\(bf16\)"):
         layout_of(keys)
-    with pytest.raises(InvalidArgument, match="cache: got keys, expected 'kv' or 'index'"):
+    with pytest.raises(InvalidArgument, match="cache: got 'keys', expected 'kv' or 'index'"):
         replace(INDEX_BF16, name="other", cache="keys")
     with pytest.raises(InvalidArgument, match="upconverted"):
         replace(INDEX_FP8, name="other", upconverted=BF16_NOPE)
@@ -270,3 +272,30 @@ def test_any_other_row_is_refused(kv: torch.Tensor, words: str):
     with pytest.raises(InvalidArgument, match=words) as caught:
         layout_of(kv, where="sparse_decode")
     assert str(caught.value).startswith("sparse_decode: kv_cache: got ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": None},
+        {"dtype": "uint8"},
+        {"row_width": "x"},
+        {"row_width": True},
+        {"upconverted": "bf16"},
+        {"value_width": 1.5},
+        {"rope_offset": None},
+        {"alignment": "4"},
+        {"scale_offset": "0"},
+        {"scale_formats": ["pow2"]},
+        {"scale_formats": "pow2"},
+        {"name": 5},
+        {"cache": ["kv"]},
+        {"contents": None},
+    ],
+    ids=str,
+)
+def test_a_field_of_another_type_is_refused_by_name(changes: dict[str, object]):
+    fields = {field.name: getattr(FP8_DS_MLA, field.name) for field in dataclasses.fields(FP8_DS_MLA)}
+    (name,) = changes
+    with pytest.raises(InvalidArgument, match=f"{name}: got "):
+        CacheLayout(**fields | changes)

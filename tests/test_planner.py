@@ -152,6 +152,11 @@ def vars_of(query_lens: list[int], seq_lens: list[int] | None = None) -> dict[st
 INT32 = np.int32
 BAD = [
     ("query_start_loc", {"query_start_loc": torch.tensor([0, 1, 2])}, "got Tensor, expected a numpy array"),
+    (
+        "query_start_loc",
+        {"query_start_loc": np.ma.masked_array([0, 1, 2], dtype=INT32)},
+        "got MaskedArray, expected a numpy array",
+    ),
     ("query_start_loc", {"query_start_loc": np.array([0, 1, 2])}, r"got int64 of shape \[3\], expected int32"),
     ("query_start_loc", {"query_start_loc": np.zeros((3, 1), INT32)}, r"got int32 of shape \[3, 1\], expected int32 \[R"),
     ("query_start_loc", {"query_start_loc": np.array([1, 2, 3], INT32)}, "first entry 1, expected 0"),

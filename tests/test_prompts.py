@@ -344,6 +344,13 @@ def test_a_cache_of_another_size_of_blocks_is_refused():
     step.kv_cache = step.kv_cache.view(BLOCKS // 2, 2 * BLOCK, -1)
     with pytest.raises(InvalidArgument, match=f"kv_cache: got fp8_ds_mla, block_size {2 * BLOCK}, expected .* {BLOCK}, as in"):
         step.run(make_layer())
+@pytest.mark.parametrize("name", ["query_lens", "seq_lens"])
+def test_lengths_with_a_mask_are_refused(name: str):
+    lengths: dict[str, Any] = {each: np.array([1, 1], dtype=np.int32) for each in ("query_lens", "seq_lens")}
+    for mask in ([True, True], [False, True]):
+        masked = {**lengths, name: np.ma.masked_array(lengths[name], mask=mask)}
+        with pytest.raises(InvalidArgument, match=f"{name}: got MaskedArray"):
+            plan_prompts(**masked, block_table=torch.zeros((2, 4), dtype=torch.int32), topk=TOPK, key_rows=64)
 
 
 def test_without_an_implementation_the_reasons_are_said():

@@ -312,3 +312,13 @@ def test_no_gradient_is_recorded():
     args, options = arguments(SPARSE_PREFILL)
     out, lse = bound(SPARSE_PREFILL)(args[0].requires_grad_(), *args[1:], **options)
     assert not out.requires_grad and not lse.requires_grad and math.isinf(lse[2, 0])
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_result_may_be_a_tensor_of_inference_mode(backend: str):
+    """Engines allocate their buffers there; torch itself would refuse to write into one outside of it, half way through."""
+    k_nope, k_rope = (torch.randn(shape).bfloat16() for shape in ((5, 3, 16), (5, 8)))
+    with torch.inference_mode():
+        out = torch.zeros(5, 3, 24, dtype=torch.bfloat16)
+    mp.concat_mla_k(k_nope, k_rope, out=out, backend=backend)
+    assert torch.equal(out, mp.concat_mla_k(k_nope, k_rope, backend=backend))

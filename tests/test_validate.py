@@ -247,6 +247,8 @@ BAD = [
         "of its own",
     ),
     ("concat_mla_k", "float16 columns", "k_nope", zeros(W, H, 128, dtype=torch.float16), "float16", "bfloat16"),
+    ("concat_mla_k", "nested columns", "k_nope", jagged(bf16(H, 128)), "nested", "a dense tensor"),
+    ("concat_mla_k", "nested shared columns", "k_rope", jagged(bf16(1, 64)), "nested", "a dense tensor"),
     ("concat_mla_k", "columns of other tokens", "k_rope", bf16(W + 1, 64), f"[{W + 1}, 64]", f"[{W}, "),
     ("concat_mla_k", "no shared columns", "k_rope", bf16(W, 0), f"[{W}, 0]", "R of at least 1"),
     ("concat_mla_k", "no columns of its own", "k_nope", bf16(W, H, 0), f"[{W}, {H}, 0]", "P of at least 1"),

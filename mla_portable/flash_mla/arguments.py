@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Final
 
 from torch import Tensor
@@ -25,7 +25,7 @@ def scale_of(where: str, argument: str, value: Any, width: int) -> float:
 
 def check_value_width(where: str, argument: str, value: Any) -> None:
     """The width of values is FlashMLA's."""
-    if value != VALUE_WIDTH:
+    if not isinstance(value, Integral) or value != VALUE_WIDTH:
         refuse(where, argument, describe(value), str(VALUE_WIDTH))
 
 

@@ -8,9 +8,9 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_cache, check_dense
+from mla_portable.contracts.rules import check_cache, shape_of
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
-from mla_portable.contracts.values import describe, refuse
+from mla_portable.contracts.values import check_flag, check_type, describe, refuse
 from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
 from mla_portable.flash_mla.schedule import FlashMLASchedMeta
 from mla_portable.flash_mla.statistics import as_flashmla
@@ -97,12 +97,14 @@ def flash_mla_with_kvcache(
         _refuse_dense()
     _check_unserved(causal, enable_batch_invariant, {"descale_q": descale_q, "descale_k": descale_k})
     check_value_width(_WHERE, "head_dim_v", head_dim_v)
-    check_dense(_WHERE, "q", q, "[b, s_q, h_q, width]")
+    shape_of(_WHERE, "q", q, 4, "[b, s_q, h_q, width]")
     cache = _rows("k_cache", k_cache, kv_format)
     layout, page_block_size, _, _ = check_cache(_WHERE, "k_cache", cache, q.device)
     if layout is FP8_NOPE and kv_format is None:
         refuse(_WHERE, "kv_format", "None for rows of 528 bytes", f"{_NAMED!r}: rows of V41, not served here, have as many")
-    if is_fp8_kvcache is not None and bool(is_fp8_kvcache) != layout.is_quantized:
+    if is_fp8_kvcache is not None:
+        check_flag(_WHERE, "is_fp8_kvcache", is_fp8_kvcache)
+    if is_fp8_kvcache not in (None, layout.is_quantized):
         refuse(_WHERE, "is_fp8_kvcache", is_fp8_kvcache, f"{layout.is_quantized} for a cache of {layout.dtype}, or None")
     extra_cache, extra_block_size = _second(extra_k_cache, extra_indices_in_kvcache, extra_topk_length, layout, q.device)
     # queries without a rotary part do not read that of a row
@@ -136,6 +138,7 @@ def _rows(argument: str, cache: Any, kv_format: Any) -> Tensor:
     """A cache as [blocks, page_block_size, row width], its bytes as uint8."""
     rows = without_head(_WHERE, argument, cache, 4, _CACHE)
     if kv_format is not None:
+        check_type(_WHERE, "kv_format", kv_format, str, "the name of a format, or None")
         if kv_format in _OTHER_FORMATS:
             refuse(_WHERE, "kv_format", kv_format, f"{', '.join(_FORMATS)}, which have kernels here")
         if kv_format not in _FORMATS:
@@ -170,6 +173,8 @@ def _per_token(lengths: Tensor | None, query_len: int) -> Tensor | None:
 
 
 def _check_unserved(causal: Any, enable_batch_invariant: Any, descaling: dict[str, Tensor | None]) -> None:
+    check_flag(_WHERE, "causal", causal)
+    check_flag(_WHERE, "enable_batch_invariant", enable_batch_invariant)
     if causal:
         refuse(_WHERE, "causal", causal, "False: with indices, a token sees the keys that it selects")
     if enable_batch_invariant:

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_cache, check_dense
+from mla_portable.contracts.rules import check_cache, shape_of
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
-from mla_portable.contracts.values import refuse
+from mla_portable.contracts.values import check_flag, refuse
 from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
 from mla_portable.flash_mla.statistics import LOG2_E, SHARPNESS, as_flashmla, wants_max_logits
 from mla_portable.primitives import sparse_decode, sparse_prefill
@@ -60,7 +60,9 @@ def flash_mla_sparse_fwd(
     Raises: InvalidArgument, UnsupportedRequest. Graph-safe: no host synchronisation.
     """
     check_value_width(_WHERE, "d_v", d_v)
-    check_dense(_WHERE, "q", q, "[s_q, h_q, width]")
+    shape_of(_WHERE, "q", q, 3, "[s_q, h_q, width]")
+    if return_log2_lse is not None:
+        check_flag(_WHERE, "return_log2_lse", return_log2_lse)
     rows = without_head(_WHERE, "kv", kv, 3, "[s_kv, 1, width]")
     if rows.dtype is not torch.bfloat16:
         remedy = "flash_mla_with_kvcache reads quantised rows from the paged cache in place."

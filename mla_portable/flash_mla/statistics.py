@@ -27,7 +27,7 @@ SHARPNESS: Final = 2.0**20
 @cache
 def wants_max_logits() -> bool:
     """Whether `ENV_MAX_LOGITS` asks for the greatest score; read once a process. Raises: InvalidArgument for another value."""
-    value = value_of(os.environ, ENV_MAX_LOGITS)
+    value = value_of(os.environ, ENV_MAX_LOGITS).lower()
     check_variables({ENV_MAX_LOGITS: value})
     return value.lower() == "on"
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from operator import index
 from typing import Any, Final, NoReturn
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mla_portable.contracts.rules import shape_of
 from mla_portable.contracts.tensor_table import Axes, TensorTable
-from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse
+from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, describe, refuse
 from mla_portable.flash_mla.arguments import scale_of
 from mla_portable.primitives import masked_prefill
 
@@ -63,8 +64,9 @@ def flash_attn_varlen_func(
     if heads_kv not in (1, heads):
         remedy = f"Pass k.repeat_interleave({heads // heads_kv}, dim=1), and v likewise." if heads % heads_kv == 0 else ""
         refuse(_WHERE, "k", f"{heads_kv} heads", f"1 head, or {heads} as q has", remedy)
-    if dropout_p != 0:
-        refuse(_WHERE, "dropout_p", dropout_p, "0")
+    if not isinstance(dropout_p, Real) or dropout_p != 0:
+        refuse(_WHERE, "dropout_p", describe(dropout_p), "0")
+    check_flag(_WHERE, "deterministic", deterministic)
     if deterministic:
         refuse(_WHERE, "deterministic", True, "False")
     check_flag(_WHERE, "causal", causal)
@@ -98,7 +100,8 @@ def flash_attn_varlen_qkvpacked_func(
     is_varlen: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_varlen_func` with qkv [tokens, heads, 2 * head_dim_qk + Dv]: queries, keys and values side by side."""
-    q, k, v = qkv[..., :head_dim_qk], qkv[..., head_dim_qk : 2 * head_dim_qk], qkv[..., 2 * head_dim_qk :]
+    width = _packed("qkv", qkv, head_dim_qk, 2)
+    q, k, v = qkv[..., :width], qkv[..., width : 2 * width], qkv[..., 2 * width :]
     ragged = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(q, k, v, *ragged, dropout_p, softmax_scale, causal, deterministic, is_varlen)
 
@@ -118,15 +121,26 @@ def flash_attn_varlen_kvpacked_func(
     is_varlen: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_varlen_func` with kv [tokens, heads, head_dim_qk + Dv]: keys and values side by side."""
-    k, v = kv[..., :head_dim_qk], kv[..., head_dim_qk:]
+    width = _packed("kv", kv, head_dim_qk, 1)
+    k, v = kv[..., :width], kv[..., width:]
     ragged = cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv
     return flash_attn_varlen_func(q, k, v, *ragged, dropout_p, softmax_scale, causal, deterministic, is_varlen)
 
 
-def _length(argument: str, value: Any) -> int:
+def _packed(argument: str, packed: Any, head_dim_qk: Any, parts: int) -> int:
+    """The width of a key, where `parts` of it and a value lie side by side."""
+    axes = f"[tokens, heads, {'2 * ' if parts == 2 else ''}head_dim_qk + Dv]"
+    wide = shape_of(_WHERE, argument, packed, 3, axes)[2]
+    width = _length("head_dim_qk", head_dim_qk, 1)
+    if parts * width >= wide:
+        refuse(_WHERE, argument, f"shape {list(packed.shape)}, head_dim_qk {width}", f"{axes}, a value of at least 1")
+    return width
+
+
+def _length(argument: str, value: Any, least: int = 0) -> int:
     """An integer of Python's or numpy's; no tensor, which would have to be read back."""
     count: Any = index(value) if hasattr(value, "__index__") and not isinstance(value, (bool, Tensor)) else value
-    check_count(_WHERE, argument, count, 0, INT32_MAX)
+    check_count(_WHERE, argument, count, least, INT32_MAX)
     return count
 
 

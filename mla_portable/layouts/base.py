@@ -69,8 +69,17 @@ class CacheLayout:
     def __post_init__(self) -> None:
         def check(field: str, holds: bool, expected: str) -> None:
             if not holds:
-                raise InvalidArgument(f"CacheLayout {self.name!r}", field, got=getattr(self, field), expected=expected)
+                raise InvalidArgument(f"CacheLayout {self.name!r}", field, got=repr(getattr(self, field)), expected=expected)
 
+        for field in ("name", "cache", "contents"):
+            check(field, type(getattr(self, field)) is str, "a string")
+        check("dtype", isinstance(self.dtype, torch.dtype), "a torch.dtype")
+        for field in ("row_width", "value_width", "rope_width", "rope_offset", "apart_bytes", "alignment"):
+            check(field, type(getattr(self, field)) is int, "an integer")
+        check("scale_offset", self.scale_offset is None or type(self.scale_offset) is int, "an integer, or None")
+        names: tuple[object, ...] = self.scale_formats
+        check("scale_formats", type(names) is tuple and all(type(each) is str for each in names), "a tuple of strings")
+        check("upconverted", isinstance(self.upconverted, (CacheLayout, type(None))), "a CacheLayout, or None")
         check("cache", self.cache in (KV, INDEX), f"{KV!r} or {INDEX!r}")
         check("value_width", self.value_width >= 1, "at least 1")
         check("rope_width", self.rope_width >= 0, "at least 0")

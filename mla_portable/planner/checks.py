@@ -111,7 +111,7 @@ def check_table(where: str, argument: str, lengths: npt.NDArray[np.int32], table
 
 
 def _check_host(name: str, value: object, shape: str) -> None:
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
         _refuse(name, type(value).__name__, f"a numpy array {shape} of int32 on the host")
     if value.dtype != _INT32 or value.ndim != 1:
         _refuse(name, f"{value.dtype} of shape {list(value.shape)}", f"int32 {shape}")

@@ -195,7 +195,12 @@ def _starts(lengths: Lengths) -> Lengths:
 
 def _check_lengths(query_lens: Lengths, seq_lens: Lengths) -> int:
     for name, values in (("query_lens", query_lens), ("seq_lens", seq_lens)):
-        if not isinstance(values, np.ndarray) or values.dtype != np.int32 or values.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if (
+            isinstance(values, np.ma.MaskedArray)
+            or not isinstance(values, np.ndarray)
+            or values.dtype != np.int32
+            or values.ndim != 1
+        ):  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse(_WHERE, name, describe(values), "a numpy array [R] of int32")
     if len(query_lens) != len(seq_lens):
         refuse(_WHERE, "seq_lens", f"{len(seq_lens)} requests", f"{len(query_lens)}, as query_lens has")

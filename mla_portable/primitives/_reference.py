@@ -24,12 +24,16 @@ _R = TypeVar("_R")
 
 
 def isolated(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function` without autocast and autograd, on the device type of its first tensor."""
+    """`function` without autocast and autograd, on the device type of its first tensor.
+
+    In inference mode where a tensor of the call was made there: torch writes those nowhere else, as a kernel would.
+    """
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        with torch.no_grad(), without_autocast(device.type):
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        mode = torch.inference_mode() if any(each.is_inference() for each in tensors) else torch.no_grad()
+        with mode, without_autocast(tensors[0].device.type):
             return function(*args, **kwargs)
 
     return call

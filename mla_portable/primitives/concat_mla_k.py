@@ -53,7 +53,7 @@ def concat_mla_k(k_nope: Tensor, k_rope: Tensor, *, out: Tensor | None = None, b
 
 def check(k_nope: Tensor, k_rope: Tensor, out: Tensor | None) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    widths = [x.shape[-1] if isinstance(x, Tensor) and x.dim() else 0 for x in (k_nope, k_rope)]
+    widths = [x.shape[-1] if isinstance(x, Tensor) and not x.is_nested and x.dim() else 0 for x in (k_nope, k_rope)]
     sizes = TENSORS.check((k_nope, k_rope, out), {"D": sum(widths)})
     return sizes["H"], rounded_rows(sizes["N"])
 
