@@ -247,8 +247,6 @@ BAD = [
         "of its own",
     ),
     ("concat_mla_k", "float16 columns", "k_nope", zeros(W, H, 128, dtype=torch.float16), "float16", "bfloat16"),
-    ("concat_mla_k", "nested columns", "k_nope", jagged(bf16(H, 128)), "nested", "a dense tensor"),
-    ("concat_mla_k", "nested shared columns", "k_rope", jagged(bf16(1, 64)), "nested", "a dense tensor"),
     ("concat_mla_k", "columns of other tokens", "k_rope", bf16(W + 1, 64), f"[{W + 1}, 64]", f"[{W}, "),
     ("concat_mla_k", "no shared columns", "k_rope", bf16(W, 0), f"[{W}, 0]", "R of at least 1"),
     ("concat_mla_k", "no columns of its own", "k_nope", bf16(W, H, 0), f"[{W}, {H}, 0]", "P of at least 1"),
@@ -463,6 +461,19 @@ def test_tensors_without_data_are_refused(recorder, primitive):
     without = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), arguments)
     with pytest.raises(InvalidArgument, match=r"on meta, expected a tensor .* on a device that holds data"):
         call(primitive, {name: each for name, each in without.items() if name != "schedule"})
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_nested_tensors_are_refused(recorder, primitive):
+    arguments = good(primitive)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.dim() and value.dtype is not torch.float8_e4m3fn:  # torch has no nested ones
+            for layout in (torch.strided, torch.jagged):
+                nested = torch.nested.nested_tensor([value[:1].clone()], dtype=value.dtype, layout=layout)
+                with pytest.raises(InvalidArgument) as caught:
+                    call(primitive, {**arguments, name: nested})
+                assert caught.value.argument == name and "nested" in str(caught.value)
     assert recorder.calls == []
 
 
