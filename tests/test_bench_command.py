@@ -21,7 +21,7 @@ from mla_portable.bench.kernel_records import kernel_lines, times_of
 from mla_portable.bench.kernels import KernelReport
 from mla_portable.bench.plot import picture_of
 from mla_portable.bench.roofline import Ceilings, measure_ceilings
-from mla_portable.capability.run import Baseline, Time, read_run
+from mla_portable.capability.run import Baseline, Time, read_run, write_run
 from mla_portable.cli.app import app
 from mla_portable.contracts import InvalidArgument, Reason
 from mla_portable.dispatch import serving
@@ -166,6 +166,29 @@ def test_costs_are_the_times_of_one_run():
     assert (measurement.device, measurement.names, measurement.recorded) == ("NVIDIA H200", ("NVIDIA H200",), run.date)
     assert (measurement.release, dict(measurement.versions)["triton"]) == ("0.1.0", "3.6.0")
     assert costs_text(found) == text
+
+
+def test_costs_say_why_there_are_none_and_leave_the_file(tmp_path):
+    run = read_run(H200)
+    mine = [each for each in run.times if each.implementation == "triton.portable"]
+    disturbed = [each.model_copy(update={"p90": 10 * each.p10}) for each in mine]
+    path, out = tmp_path / "run.json.gz", tmp_path / "costs.json"
+    out.write_text("kept")
+    for times, backend, words in (
+        (disturbed, None, "RUN run.json.gz has no time that counts: each is of a disturbed size or has an overlap"),
+        (disturbed, "triton", "has no time that counts"),
+        (mine, "acme", "--backend run.json.gz has times of triton, none of acme"),
+        ([], None, "RUN run.json.gz has no times"),
+    ):
+        write_run(path, run.model_copy(update={"times": times}))
+        options = [] if backend is None else ["--backend", backend]
+        done = CliRunner().invoke(app, ["bench", "costs", str(path), "--out", str(out), *options])
+        assert done.exit_code == 2 and words in " ".join(done.stderr.split()) and done.stdout == ""
+        assert out.read_text() == "kept"
+    write_run(path, run.model_copy(update={"times": mine}))
+    done = CliRunner().invoke(app, ["bench", "costs", str(path), "--out", str(out)])
+    assert done.exit_code == 0 and done.stdout == ""
+    assert out.read_text() == CliRunner().invoke(app, ["bench", "costs", str(path)]).stdout
 
 
 # ---------------------------------------------------------------------- the command

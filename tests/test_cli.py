@@ -483,6 +483,18 @@ def test_conform_fails_and_names_the_cases():
     assert whole.count("FAILED ") + whole.count("ERROR ") == answer["totals"]["failed"]
 
 
+def test_conform_shows_tracebacks_on_request():
+    def broken(outs, lses):
+        raise ZeroDivisionError("one part is none")
+
+    registry = registry_with(("spoiled", Spoiled({"merge_states": broken})), probe=False)
+    words = ["conform", "spoiled", "--level", "smoke", "--primitive", "merge_states"]
+    plain = invoke(*words, registry=registry, code=1).stdout
+    whole = invoke(*words, "--verbose", registry=registry, code=1).stdout
+    assert "Traceback" not in plain and f"(raised at {__file__}:" in plain.replace("\n", "")
+    assert "Traceback (most recent call last)" in whole and 'raise ZeroDivisionError("one part is none")' in whole
+
+
 def test_a_suite_that_ran_nothing_fails():
     registry = registry_with(("spoiled", Spoiled(check=missing_library)))
     answer = document("conform", "spoiled", "--level", "smoke", registry=registry, code=1)

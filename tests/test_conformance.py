@@ -355,9 +355,24 @@ def test_an_exception_is_an_error_of_its_case_and_the_run_goes_on():
     )
     broken = [r for r in report.results if r.status == "error"]
     assert broken and all("ZeroDivisionError: one part is none" in r.message for r in broken)
+    assert all(r.traceback.startswith("Traceback") and "merge_states" in r.traceback for r in broken)
     assert report.passed == len(report.results) - len(broken) > 0
     assert report.failed == len(broken) and not report.ok
     assert [(done, total) for done, total, _ in seen] == [(i + 1, len(seen)) for i in range(len(report.results))]
+
+
+def test_an_exception_is_located_at_the_line_of_the_plugin():
+    """Not in torch: under a default device every call goes through a frame of torch's."""
+
+    class Broken(Model):
+        def merge_states(self, outs, lses):
+            return torch.zeros(3).view(2, 2), lses  # this line
+
+    report = run_suite(Broken(), "model", device="cpu", level="smoke", primitives=[MERGE_STATES])
+    (line,) = (number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# this line"))
+    assert report.results
+    for result in report.results:
+        assert f"(raised at {__file__}:{line}, in merge_states)" in result.message
 
 
 # ---------------------------------------------------------------------------------------------- which cases there are

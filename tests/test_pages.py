@@ -83,6 +83,18 @@ def test_a_command_runs_as_written(command: str, checkout: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("script", "usage"), [("contribute", "ci/contribute WHO"), ("gpu", "ci/gpu [FOLDER]")])
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_the_scripts_for_a_gpu_have_help(script: str, usage: str, option: str, checkout: Path) -> None:
+    (checkout / "ci").unlink()
+    (checkout / "ci").mkdir()
+    (checkout / "ci" / script).write_bytes((ROOT / "ci" / script).read_bytes())  # it works in the folder that it lies in
+    before = sorted(checkout.iterdir())
+    done = run(["bash", str(checkout / "ci" / script), option], checkout)
+    assert done.returncode == 0 and usage in done.stdout and "set -" not in done.stdout and not done.stderr
+    assert sorted(checkout.iterdir()) == before
+
+
 def test_every_reason_for_not_running_a_command_is_used() -> None:
     given = {why_not(each) for each in commands()}
     assert given >= set(NOT_RUN.values())

@@ -11,7 +11,7 @@ import typer
 
 from mla_portable.cli.failures import Commands
 from mla_portable.cli.kernels import kernels
-from mla_portable.cli.options import JsonOption, check_name, check_picture, help_of, in_help, numbers
+from mla_portable.cli.options import JsonOption, check_name, check_picture, check_writable, help_of, in_help, numbers
 from mla_portable.cli.output import command
 from mla_portable.cli.prompts import prompts
 
@@ -22,7 +22,7 @@ EXAMPLES = {
         "bench kernels --backend triton --all --out run.json.gz",
     ),
     "prompts": ("bench prompts --heads 16,128", "bench prompts --layout bf16 --head-dims 192,64,256"),
-    "costs": ("bench costs run.json.gz --backend nvidia",),
+    "costs": ("bench costs run.json.gz --backend nvidia", "bench costs run.json.gz --out costs/mydevice.json"),
     "engines": ("bench engines run.json.gz",),
     "page": ("bench page", "bench page --write"),
     "plot": ("bench plot run.json.gz decode.svg --primitive sparse_decode --heads 16",),
@@ -53,12 +53,21 @@ def costs(
     records: Annotated[
         Path | None, typer.Option("--records", metavar="DIR", help="Device profiles in DIR/profiles, beside those that ship.")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Write it to a file, and leave the file alone after an error.", dir_okay=False
+        ),
+    ] = None,
 ) -> None:
     """Print the times of a run as the file that a plugin ships, `costs/<device>.json`: they rank its implementations."""
     with command(as_json=False, doing="reading the run") as output:
+        if out is not None:
+            check_writable(out, param_hint="--out")
         from mla_portable.bench.kernel_records import measured_times
         from mla_portable.capability.profiles import all_profiles
         from mla_portable.capability.run import DISTURBED, read_run
+        from mla_portable.contracts.files import replace_file
         from mla_portable.registry.cost_files import costs_text
 
         timed = read_run(run)
@@ -74,9 +83,18 @@ def costs(
                 "Something disturbed them; time these sizes again"
             )
         if not found:
-            has = f"has times of {', '.join(backends)}" if backends else "has no times"
-            raise typer.BadParameter(f"{run.name} {has}", param_hint="RUN" if backend is None else "--backend")
-        output.text(costs_text(found))
+            if backend is not None and backend not in backends:
+                has = f"has times of {', '.join(backends)}" if backends else "has no times"
+                raise typer.BadParameter(f"{run.name} {has}, none of {backend}", param_hint="--backend")
+            why = (
+                "has no times" if not timed.times else "has no time that counts: each is of a disturbed size or has an overlap"
+            )
+            raise typer.BadParameter(f"{run.name} {why}; `bench kernels --out {run.name}` adds some", param_hint="RUN")
+        if out is None:
+            output.text(costs_text(found))
+        else:
+            replace_file(out, costs_text(found).encode())
+            output.note(f"written: {out}")
 
 
 @_command

@@ -44,6 +44,9 @@ def conform(
     every: Annotated[
         bool, typer.Option("--all", help="Show the largest error of every quantity, and every failing case.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the traceback of every exception that is shown.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare a backend with a float64 oracle, on cases that are generated from what it declares.
@@ -80,7 +83,7 @@ def conform(
         if as_json:
             output.document({"command": "conform", **report.as_dict()})
         else:
-            output.show(*_for_a_person(report, every=every))
+            output.show(*_for_a_person(report, every=every, verbose=verbose))
         if not report.ok:
             raise typer.Exit(EXIT_FAILED)
 
@@ -89,7 +92,7 @@ _MOST_CASES: Final = 10
 """Failing cases that are shown without --all."""
 
 
-def _for_a_person(report: Report, *, every: bool = False) -> list[RenderableType]:
+def _for_a_person(report: Report, *, every: bool = False, verbose: bool = False) -> list[RenderableType]:
     from mla_portable.contracts import Verdict
     from mla_portable.contracts.decision import grouped
 
@@ -125,6 +128,7 @@ def _for_a_person(report: Report, *, every: bool = False) -> list[RenderableType
     bad = [result for result in report.results if result.status != "passed"]
     for result in bad if every else bad[:_MOST_CASES]:
         shown += [f"{result.status.upper()} {result.case.id}", *(f"    {line}" for line in result.message.splitlines())]
+        shown += [f"    {line}" for line in result.traceback.splitlines() if verbose]
     if len(bad) > _MOST_CASES and not every:
         shown.append(f"{len(bad) - _MOST_CASES} more failing cases: --all shows them, --out keeps them in a file")
     shown += report.common()

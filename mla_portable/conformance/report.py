@@ -26,6 +26,7 @@ class CaseResult:
         errors: what was measured, by quantity. tolerances: what it may be.
         message: one line per finding, or the exception; empty when passed.
         seconds: building, running and judging it.
+        traceback: of the exception, "" where there is none.
     """
 
     case: Case
@@ -34,6 +35,7 @@ class CaseResult:
     tolerances: dict[str, float]
     message: str
     seconds: float
+    traceback: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`. What is exact and holds is left out; infinities become the word, as JSON has none."""

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -34,6 +36,13 @@ from mla_portable.registry.facts import resolve_device
 WARM_UP_CALLS = 2
 """Calls on a side stream before a graph is captured, so that nothing compiles or initialises during the capture."""
 
+_LIBRARIES: Final = tuple(
+    f"{folder}{os.sep}"
+    for name in ("torch", "triton")
+    if (spec := find_spec(name)) is not None
+    for folder in spec.submodule_search_locations or ()
+)
+
 
 def run_case(case: Case, bound: Callable[..., Any], device: torch.device) -> CaseResult:
     """Run one case on a bound implementation.
@@ -48,7 +57,7 @@ def run_case(case: Case, bound: Callable[..., Any], device: torch.device) -> Cas
             problem = case.params.build(case.seed, device, case.request.device)
             findings = list(_run(case, problem, bound, device))
     except Exception as error:
-        return CaseResult(case, "error", {}, {}, _describe(error), time.perf_counter() - start)
+        return _raised(case, error, start)
     errors: dict[str, float] = {}
     limits: dict[str, float] = {}
     for finding in findings:
@@ -128,8 +137,16 @@ def _wait(device: torch.device) -> None:
     accelerator(device).synchronize()
 
 
+def _raised(case: Case, error: Exception, start: float, stage: str = "") -> CaseResult:
+    whole = "".join(traceback.format_exception(error))
+    return CaseResult(case, "error", {}, {}, f"{stage}{_describe(error)}", time.perf_counter() - start, whole)
+
+
 def _describe(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Its type, its message, and where it was raised: the deepest line that is not torch's or Triton's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith(_LIBRARIES)]
+    frame = (own or frames)[-1]
     return f"{type(error).__name__}: {error} (raised at {frame.filename}:{frame.lineno}, in {frame.name})"
 
 
@@ -213,7 +230,7 @@ def _bind_and_run(implementation: Implementation, case: Case, device: torch.devi
     try:
         bound = implementation.bind(case.request)
     except Exception as error:
-        return CaseResult(case, "error", {}, {}, f"bind: {_describe(error)}", time.perf_counter() - start)
+        return _raised(case, error, start, "bind: ")
     if case.params.run == "batches":
         bound = _bound_for_each_size(implementation, case)
     return run_case(case, bound, device)
