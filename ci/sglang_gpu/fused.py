@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang_kit import kit
 
-from mla_portable.engine.routing import attention_served_by
+from mla_portable.engine.routing import served_by
 
 CASES = {case.name: case for case in kit.make_dsa_sparse_cases("dsa")}
 DECODE = CASES["dsa_sparse_decode_ragged_prefix"]
@@ -52,7 +52,7 @@ def eager(name: str, case: Any, options: dict[str, Any]) -> None:
         built = sglang_kit.fixture(case, **options)
         server = sglang_kit.server_of(built.backend)
         assert server is not None, "the plugin does not serve"
-        found["served"] = "; ".join(attention_served_by(each.route_decision) for each in server.attentions)
+        found["served"] = "; ".join(served_by(each.route_decision) for each in server.attentions)
         with sglang_kit.judging() as judged, stock.beside_stock(also_stock=not ARCH) as beside:
             sglang_kit.compare(built)
         found.update(beside.differences(), kind=" ".join(judged.kinds), from_oracle=judged.worst)

@@ -106,7 +106,7 @@ class SparseMLAAttention:
             graph=spec.graph,
         )
         self._write_decision = layer_registry.decide(write)
-        self._write: CacheWrite | None = layer_registry.bind(write) if self._write_decision.chosen else None
+        self._write: CacheWrite | None = layer_registry.resolve(write).call if self._write_decision.chosen else None
         self._no_rope = (
             torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
         )
@@ -225,7 +225,8 @@ class SparseMLAAttention:
             query = q
         else:  # without a rotary part there is nothing to join
             query = step.join_query(q, self._join_query) if spec.joins_query else q[0]
-        bound.convert(
+        converts = bound.convert.request
+        bound.convert.call(
             topk_indices if topk_indices.shape[0] == num_tokens else topk_indices[:num_tokens],
             plan.req_id_per_token,
             plan.block_table,
@@ -233,8 +234,8 @@ class SparseMLAAttention:
             num_slots=kv_cache.shape[0] * spec.block_size,
             prefill_request_ids=plan.prefill_request_ids,
             prefill_workspace_starts=plan.prefill_workspace_starts,
-            compact=bound.compact,
-            **({"seq_lens": plan.seq_lens} if bound.takes_seq_lens and plan.seq_lens is not None else {}),
+            compact=converts.compact,
+            **({"seq_lens": plan.seq_lens} if converts.seq_lens and plan.seq_lens is not None else {}),
             **bound.share_arguments,
             out=(step.indices, step.counts),
         )
@@ -246,7 +247,7 @@ class SparseMLAAttention:
                 kv_cache,
                 part.indices,
                 softmax_scale=spec.softmax_scale,
-                lengths=part.lengths if decoder.with_lengths else None,
+                lengths=part.lengths if decoder.request.lengths else None,
                 attn_sink=attn_sink,
                 schedule=plan.decode_schedule,
                 out=part.rows(out),
@@ -258,14 +259,14 @@ class SparseMLAAttention:
                 kv = kv_cache if self._layout.is_quantized else kv_cache.view(-1, self._layout.row_width)
             else:
                 prefill, (chunk, kv) = bound.prefill_gathered, part.gathered
-                bound.gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)
+                bound.gather.call(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)
             assert prefill is not None  # StepCheck refuses a plan with prefills that the layer does not serve
             prefill.call(
                 part.rows(query),
                 kv,
                 part.indices,
                 softmax_scale=spec.softmax_scale,
-                lengths=part.lengths if prefill.with_lengths else None,
+                lengths=part.lengths if prefill.request.lengths else None,
                 attn_sink=attn_sink,
                 out=part.rows(out),
                 lse_out=part.rows(lse_out),

@@ -27,6 +27,7 @@ from mla_portable.contracts.primitive import F
 from mla_portable.contracts.values import check_type
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry, get_registry
+from mla_portable.registry.bound import Bound
 from mla_portable.registry.names import AUTO, check_backend
 from mla_portable.registry.policy import ARGUMENT, DEFAULT, Rule, active_rules
 
@@ -63,6 +64,7 @@ class LayerRegistry:
         for name in backend.values() if isinstance(backend, Mapping) else (backend,):
             check_backend(name, where)
         self._backend = backend
+        self._decisions: dict[Request, Decision] = {}
 
     def facts(self, device: torch.device) -> DeviceFacts:
         """What the registry knows about a device."""
@@ -95,25 +97,33 @@ class LayerRegistry:
         return primitive not in offered and not offered.isdisjoint(_LAYERS)
 
     def decide(self, request: Request) -> Decision:
-        """The choice for `request`, with the reasons against the others."""
-        rule = self._rule(request.primitive)
-        if rule is None:
-            return self._registry.decide(request, backend=self._argument(request.primitive), probe=self._probe)
-        return replace(self._registry.decide(request, backend=rule.target, probe=self._probe), control=rule.control)
+        """The choice for `request`, with the reasons against the others; the same one for equal requests."""
+        decision = self._decisions.get(request)
+        if decision is None:
+            rule = self._rule(request.primitive)
+            backend = self._argument(request.primitive) if rule is None else rule.target
+            decision = self._registry.decide(request, backend=backend, probe=self._probe)
+            decision = decision if rule is None else replace(decision, control=rule.control)
+            self._decisions[request] = decision
+        return decision
 
-    def bind(self, request: Request[F]) -> F:
-        """The callable that serves `request`. Raises: UnsupportedRequest."""
-        rule = self._rule(request.primitive)
-        return self._registry.bind(request, backend=rule.target if rule else self._argument(request.primitive))
+    def also(self, decision: Decision, **features: bool) -> Decision:
+        """The choice for the same request with these features, where the same implementation has them; else `decision`."""
+        found = self.decide(decision.request.but(**features))
+        return found if found.chosen == decision.chosen else decision
+
+    def bound(self, decision: Decision, primitive: Primitive[F]) -> Bound[F]:
+        """What a decision of this object chose, bound for its request. Raises: UnsupportedRequest where it chose nothing."""
+        return self._registry.bound(decision, primitive)
+
+    def resolve(self, request: Request[F]) -> Bound[F]:
+        """What serves `request`. Raises: UnsupportedRequest."""
+        return self.bound(self.decide(request), request.primitive)
 
     def chosen(self, decision: Decision) -> Implementation | None:
         """The implementation that a decision chose, if it chose one."""
         offered = self._registry.implementations(decision.request.primitive)
         return next((found for found in offered if found.name == decision.chosen), None)
-
-    def configured(self, implementation: Implementation, request: Request[F]) -> Request[F]:
-        """`request` with the configuration that the user's tuning table has for this implementation."""
-        return self._registry.configured(implementation, request)
 
     def times(self, decision: Decision) -> Mapping[int, float]:
         """Rows -> microseconds of the chosen implementation, as far as they were measured."""

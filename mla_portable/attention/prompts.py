@@ -85,6 +85,7 @@ def prompt_requests(spec: AttentionSpec, head_dims: HeadDims, facts: DeviceFacts
     pack = Request(PACK_SELECTION, facts, topk=spec.topk, rows=spec.max_num_tokens)
     merge = Request(MERGE_STATES, facts)
     named: dict[str, Request[Any]] = {"masked": attend.but(selection=True), "dense": attend}
+    named |= {f"{name} part": request.but(lse=True) for name, request in named.items()}
     named |= {"gather": gather, "pack": pack, "merge": merge}
     if head_dims.rope:  # else the up-projection makes the keys
         named["concat"] = Request(CONCAT_MLA_K, facts, num_heads=spec.num_heads, rows=spec.max_num_tokens)
@@ -96,8 +97,8 @@ class PromptAttention:
 
     Attributes:
         spec, head_dims, device: as built. key_rows: for `plan_prompts`.
-        decisions: the choice of every primitive; `masked` and `dense` are masked_prefill with and without a selection, where
-            the keys are one part.
+        decisions: the choice of every primitive; "masked" and "dense" are masked_prefill with and without a selection, where
+            the keys are one part, "masked part" and "dense part" where they are several.
     """
 
     def __init__(
@@ -135,17 +136,16 @@ class PromptAttention:
         self.spec, self.head_dims, self.key_rows = spec, head_dims, rows
         self.device = device_of(_CLASS, device)
         layers = LayerRegistry(registry, backend, where=_CLASS)
-        named = prompt_requests(spec, head_dims, layers.facts(self.device))
-        attend, gather, pack, merge = (named[each] for each in ("dense", "gather", "pack", "merge"))
-        self.decisions: dict[str, Decision] = {name: layers.decide(request) for name, request in named.items()}
+        requests = prompt_requests(spec, head_dims, layers.facts(self.device))
+        bound = {name: layers.resolve(request) for name, request in requests.items()}
+        self.decisions: dict[str, Decision] = {name: each.decision for name, each in bound.items()}
         self._attention = {
-            (masked, partial): layers.bind(attend.but(selection=masked, lse=partial))
+            (masked, partial): bound[f"{'masked' if masked else 'dense'}{' part' if partial else ''}"].call
             for masked in (False, True)
             for partial in (False, True)
         }
-        self._gather, self._pack = layers.bind(gather), layers.bind(pack)
-        self._merge = layers.bind(merge)
-        self._concat = layers.bind(named["concat"].of(CONCAT_MLA_K)) if head_dims.rope else None
+        self._gather, self._pack, self._merge = (bound[name].call for name in ("gather", "pack", "merge"))
+        self._concat = bound["concat"].call if head_dims.rope else None
         self._accelerator = accelerator(self.device)
 
     @property

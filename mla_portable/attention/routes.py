@@ -16,13 +16,15 @@ number of rows; the cost is that of the largest batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
+from mla_portable.attention.converter import Converter
 from mla_portable.attention.layer_registry import LayerRegistry, forced_but_unused
-from mla_portable.attention.route_decision import NOT_OFFERED, NOT_SERVED, Role, RouteDecision, RoutePart, RouteVerdict
+from mla_portable.attention.route_decision import NOT_OFFERED, NOT_SERVED, RouteDecision, RoutePart, RouteVerdict
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
 from mla_portable.contracts import Decision, DeviceFacts, Reason, Request
 from mla_portable.contracts.decision import grouped
@@ -96,87 +98,99 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
     }
 
 
-def choose_route(spec: AttentionSpec, device: DeviceFacts, registry: LayerRegistry) -> RouteDecision:
+def choose_route(
+    spec: AttentionSpec, device: DeviceFacts, registry: LayerRegistry, *, clean_slots: bool | None = None
+) -> RouteDecision:
     """Rank the routes for `spec` on `device`; a pure function of what `registry` answers.
+
+    Each part is decided on the very request that it is bound for, promises included (`Converter`), so that what is chosen is
+    what runs.
 
     A forced route (`spec.route`) is considered alone. An automatic choice takes the first by `Ranking` that can serve, ties
     by the smaller workspace, then in the order direct, split, fused, upconvert. Without any implementation of sparse_decode,
     `direct` gives decode tokens to sparse_prefill as well. A route that leaves out a primitive for which a backend is forced is
     refused (`forced_but_unused`).
+
+    Args:
+        clean_slots: None where convert_indices makes the slots. Where the caller gives them, whether they are promised to be
+            clean (`Request.clean_indices`); lengths are then left to the caller.
     """
     requests = route_requests(spec, device)
     workspace_bytes = spec.workspace_rows * spec.layout.workspace.row_bytes
     memory_share = workspace_bytes / device.memory_bytes if device.memory_bytes else 0.0
-    decisions: dict[str, Decision] = {}
+    converts = clean_slots is None
+    to_slots = Converter.of(requests["convert"], registry) if converts else None
+    to_rows = Converter.of(requests["workspace_convert"], registry) if converts else None
 
-    def decide(name: str, *, graph: bool = False) -> Decision:
-        key = f"{name}+graph" if graph else name
-        if key not in decisions:
-            decisions[key] = registry.decide(requests[name].but(graph=True) if graph else requests[name])
-        return decisions[key]
+    def attention(request: Request, converter: Converter | None = to_slots, *, clean: bool = True) -> Decision:
+        """On sparse_decode or sparse_prefill, over the indices of that converter, or over those of the caller."""
+        if converter is not None:
+            return converter.followed_by(request, registry, clean=clean)
+        return registry.decide(request.but(clean_indices=bool(clean_slots)))
 
-    def part(role: Role, name: str, weight: float = 0.0, *, graph: bool = False) -> RoutePart:
-        return RoutePart(role, decide(name, graph=graph), weight)
+    def behind(converter: Converter | None, *parts: RoutePart) -> tuple[RoutePart, ...]:
+        """All parts of a route, the conversion of its indices first."""
+        if converter is None:
+            return parts
+        return RoutePart("convert", converter.decision(part.decision for part in parts)), *parts
+
+    decode = attention(requests["decode"])
+    in_place = attention(requests["cache_prefill"])
+    gathered = attention(requests["bf16_prefill"], to_rows, clean=False)
+    gather = registry.decide(requests["gather"])
 
     def fused() -> RouteVerdict:
-        decode = part("decode", "decode", 1.0)
-        kind = registry.schedule_kind(decode.decision)
+        kind = registry.schedule_kind(decode)
         least = kind.fused_below_heads if kind else 0
         few = spec.num_heads < least
-        prefill = part("prefill", "decode", _FUSED_PREFILL_FEW_HEADS if few else _OTHER_KERNEL)
+        prefill = RoutePart("prefill", decode, _FUSED_PREFILL_FEW_HEADS if few else _OTHER_KERNEL)
         note = f"fewer than {least} heads: prefill tokens need no kernel of their own" if few else ""
-        return _verdict("fused", (part("convert", "convert"), decode, prefill), note=note)
+        return _verdict("fused", behind(to_slots, RoutePart("decode", decode, 1.0), prefill), note=note)
 
     def direct() -> RouteVerdict:
-        convert, decode = part("convert", "convert"), part("decode", "decode", 1.0)
         against = _gaps_between_blocks(spec)
-        if decode.decision.chosen:
-            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0)), against)
-        prefill = part("prefill", "cache_prefill", _OTHER_KERNEL, graph=spec.graph)
-        return _verdict("direct", (convert, prefill), against, note="sparse_prefill serves decode tokens too")
+        if decode.chosen:
+            parts = RoutePart("decode", decode, 1.0), RoutePart("prefill", in_place, 1.0)
+            return _verdict("direct", behind(to_slots, *parts), against)
+        both = attention(requests["cache_prefill"].but(graph=spec.graph))
+        parts = behind(to_slots, RoutePart("prefill", both, _OTHER_KERNEL))
+        return _verdict("direct", parts, against, note="sparse_prefill serves decode tokens too")
 
     def split() -> RouteVerdict:
-        parts = (
-            part("convert", "workspace_convert"),
-            part("decode", "decode", 1.0),
-            part("prefill", "bf16_prefill", 1.0),
-            part("gather", "gather", _GATHER_PREFILL),
-        )
-        times = prefill_times()
+        of_cache = [attention(requests[name], to_rows) for name in ("decode", "cache_prefill")]
+        parts = RoutePart("decode", of_cache[0], 1.0), RoutePart("prefill", gathered, 1.0)
+        parts = *parts, RoutePart("gather", gather, _GATHER_PREFILL)
+        times = prefill_times(of_cache[1])
         against = *_gather_without_use(spec), *_workspace_too_small(spec, times)
         if times is None:
-            return _verdict("split", parts, against)
-        parts = *parts, part("in_place", "cache_prefill")
+            return _verdict("split", behind(to_rows, *parts), against)
+        parts = *parts, RoutePart("in_place", of_cache[1])
         note = "a chunk that is faster on the cache itself, by the times on record, is not gathered"
-        return replace(_verdict("split", parts, against, note=note), prefill_times=times)
+        return replace(_verdict("split", behind(to_rows, *parts), against, note=note), prefill_times=times)
 
-    def prefill_times() -> PrefillTimes | None:
+    def prefill_times(of_cache: Decision) -> PrefillTimes | None:
         """Of the two ways of a prefill, where both and the gather were timed and results may depend on the batch."""
         if spec.route != AUTO_ROUTE or spec.batch_invariant or not spec.layout.is_quantized:
             return None
-        us = [registry.times(decide(name)) for name in ("cache_prefill", "bf16_prefill", "gather")]
+        us = [registry.times(each) for each in (of_cache, gathered, gather)]
         return PrefillTimes(*map(Times, us)) if all(us) else None
 
     def upconvert() -> RouteVerdict:
-        parts = (
-            part("convert", "workspace_convert"),
-            part("prefill", "bf16_prefill", _OTHER_KERNEL),
-            part("gather", "gather", 1.0),
-        )
+        parts = RoutePart("prefill", gathered, _OTHER_KERNEL), RoutePart("gather", gather, 1.0)
         against = *_gather_without_use(spec), *_workspace_too_small(spec, None)
         if spec.graph:
             limit = "upconvert gathers as many rows as the batch has, which no graph can"
             against = (*against, Reason("graph", "yes", limit, "set graph=False, or take another route"))
-        return _verdict("upconvert", parts, against, fixed_cost=_EVERY_STEP, note="every step gathers every context")
+        note = "every step gathers every context"
+        return _verdict("upconvert", behind(to_rows, *parts), against, fixed_cost=_EVERY_STEP, note=note)
 
     def completed(verdict: RouteVerdict) -> RouteVerdict:
         """The verdict with its workspace, and a reason for each forced backend that the route does not use."""
         if verdict.part("gather"):
             verdict = replace(verdict, workspace_bytes=workspace_bytes, memory_share=memory_share)
-        prefill = decide("cache_prefill")
-        forcible = [decide("decode"), prefill if prefill.chosen else decide("bf16_prefill")]
+        forcible = [decode, in_place if in_place.chosen else gathered]
         if spec.route == AUTO_ROUTE and spec.layout.is_quantized:
-            forcible.append(decide("gather"))
+            forcible.append(gather)
         present = [each.decision for each in verdict.parts]
         against = [reason for decision in forcible for reason in forced_but_unused(decision, present)]
         return replace(verdict, reasons=(*verdict.reasons, *against)) if against else verdict
@@ -185,14 +199,22 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, registry: LayerRegist
     forced = None if spec.route == AUTO_ROUTE else spec.route
     considered = [completed(route()) for name, route in routes.items() if forced in (None, name)]
     best, *others = _ranked(considered)
-    decode = best.part("decode")
-    if best.can_run and decode and not spec.batch_invariant:
-        best = replace(best, parts=(*best.parts, *_by_rows(requests["decode"], decode.decision, registry)))
+    largest = best.part("decode")
+    if best.can_run and largest and not spec.batch_invariant:
+        converter = to_rows if best.part("gather") else to_slots
+        fewer = _by_rows(requests["decode"], largest.decision, registry, partial(attention, converter=converter))
+        if fewer:
+            kept = [part for part in best.parts if part.role != "convert"]
+            best = replace(best, parts=behind(converter, *kept, *fewer))
     return RouteDecision(spec, device, best.route if best.can_run else None, forced, (best, *others))
 
 
-def _by_rows(request: Request, largest: Decision, registry: LayerRegistry) -> tuple[RoutePart, ...]:
+def _by_rows(
+    request: Request, largest: Decision, registry: LayerRegistry, ask: Callable[[Request], Decision]
+) -> tuple[RoutePart, ...]:
     """What serves batches with fewer rows than `request`, where the registry chooses something else at their size.
+
+    `ask` decides on decode batches as for the largest one.
 
     Between two sizes with different choices the last number of rows is searched for which the first choice holds: there their
     times, linear in between, cross. Only implementations that take no schedule stand in for one another, for a plan holds
@@ -205,7 +227,7 @@ def _by_rows(request: Request, largest: Decision, registry: LayerRegistry) -> tu
 
     def at(rows: int) -> Decision:
         if rows not in decided:
-            decision = registry.decide(request.but(rows=rows))
+            decision = ask(request.but(rows=rows))
             decided[rows] = largest if decision.chosen is None or registry.schedule_kind(decision) else decision
         return decided[rows]
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
-from mla_portable.attention.bound_route import skips_missing_keys
+from mla_portable.attention.bound_route import decode_parts
 from mla_portable.attention.checks import check_layer_cache, check_layer_rows, check_sink
+from mla_portable.attention.converter import skips_missing_keys
 from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.route_decision import RouteDecision, RoutePart
 from mla_portable.attention.routes import choose_route
@@ -40,8 +41,9 @@ from mla_portable.contracts.rules import check_dense
 from mla_portable.contracts.second_cache import second_cache
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_count, check_scale, check_type, describe, device_of, refuse
-from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparsePrefill
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
+from mla_portable.registry.bound import Bound
 
 TENSORS: Final = TensorTable(
     "SlotAttention.forward",
@@ -63,17 +65,17 @@ _MOST_WIDTHS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Bound(Generic[F]):
+class _Part(Generic[F]):
     """A bound primitive: for calls without lengths, and for calls with them where it is faster for it (None: it is not)."""
 
-    plain: F
-    skipping: F | None
+    plain: Bound[F]
+    skipping: Bound[F] | None
 
     def take(self, lengths: Tensor | None, more: _Second) -> tuple[F, Tensor | None, Mapping[str, Tensor | None]]:
         """What serves a call, the lengths that it is given, and its keywords for a second cache."""
         if lengths is None or self.skipping is None:
-            return self.plain, None, second_cache(more.cache, more.slots, None)
-        return self.skipping, lengths, second_cache(more.cache, more.slots, more.lengths)
+            return self.plain.call, None, second_cache(more.cache, more.slots, None)
+        return self.skipping.call, lengths, second_cache(more.cache, more.slots, more.lengths)
 
 
 class _Second(NamedTuple):
@@ -89,12 +91,14 @@ class _Second(NamedTuple):
         return _Second(self.cache, slots, lengths)
 
 
-def choose_slot_route(spec: AttentionSpec, device: DeviceFacts, registry: LayerRegistry) -> RouteDecision:
+def choose_slot_route(
+    spec: AttentionSpec, device: DeviceFacts, registry: LayerRegistry, *, clean_slots: bool = False
+) -> RouteDecision:
     """The route of a SlotAttention: "direct", or "fused" where nothing but sparse_decode reads the cache in place."""
-    direct = choose_route(replace(spec, route="direct"), device, registry)
+    direct = choose_route(replace(spec, route="direct"), device, registry, clean_slots=clean_slots)
     if direct.chosen is not None:
         return direct
-    fused = choose_route(replace(spec, route="fused"), device, registry)
+    fused = choose_route(replace(spec, route="fused"), device, registry, clean_slots=clean_slots)
     return direct if fused.chosen is None else fused
 
 
@@ -135,18 +139,16 @@ class SlotAttention:
         demand = LayerRegistry(registry, backend, where="SlotAttention")
         self.facts = demand.facts(self.device)
         self._accelerator = accelerator(self.device)
-        self.route_decision = choose_slot_route(spec, self.facts, demand)
+        self.route_decision = choose_slot_route(spec, self.facts, demand, clean_slots=clean_slots)
         verdict = self.route_decision.verdict  # raises where there is none
-        decoding = sorted((p for p in verdict.parts if p.role == "decode"), key=lambda part: part.most_rows is None)
-        self._decoders = tuple(_bound(part, SPARSE_DECODE, demand, clean_slots) for part in decoding)
+        decoding = decode_parts(verdict)
+        self._decoders = tuple(_bound(part, SPARSE_DECODE, demand) for part in decoding)
         self._most_rows = tuple(part.most_rows for part in decoding if part.most_rows is not None)
         prefill = verdict.part("prefill")
         assert prefill is not None  # of both routes
-        self._prefill: _Bound[SparsePrefill] | None = None
-        if verdict.route == "direct":
-            self._prefill = _bound(prefill, SPARSE_PREFILL, demand, clean_slots)
-        decoder = demand.chosen(decoding[-1].decision) if decoding else None
-        self._kind = decoder.schedule_kind if decoder else None
+        self._prefill = _bound(prefill, SPARSE_PREFILL, demand) if verdict.route == "direct" else None
+        decoder = self._decoders[-1].plain if self._decoders else None
+        self._kind = decoder.implementation.schedule_kind if decoder else None
         self._limits = ScheduleLimits(
             device=self.device,
             num_heads=spec.num_heads,
@@ -157,7 +159,7 @@ class SlotAttention:
             arch=self.facts.arch,
             max_scratch_bytes=spec.max_scratch_bytes,
             batch_invariant=spec.batch_invariant,
-            request=demand.configured(decoder, decoding[-1].decision.request) if decoder else None,
+            request=decoder.request if decoder else None,
         )
         self._planners: dict[tuple[int, int], SchedulePlanner] = {}
         self._schedules: dict[tuple[int, int, int], DecodeSchedule] = {}
@@ -379,9 +381,10 @@ class SlotAttention:
         return torch.empty(shape, dtype=torch.bfloat16, device=q.device)
 
 
-def _bound(part: RoutePart, primitive: Primitive[F], demand: LayerRegistry, clean: bool) -> _Bound[F]:
+def _bound(part: RoutePart, primitive: Primitive[F], demand: LayerRegistry) -> _Part[F]:
     """What a part's decision chose, for calls without lengths and, where it skips missing keys, with them."""
-    request = part.decision.request.of(primitive).but(clean_indices=clean)
-    skips = skips_missing_keys(demand.chosen(part.decision))
-    with_lengths = request.but(lengths=True, extra_lengths=request.extra_cache)
-    return _Bound(demand.bind(request), demand.bind(with_lengths) if skips else None)
+    plain = demand.bound(part.decision, primitive)
+    if not skips_missing_keys(plain.implementation):
+        return _Part(plain, None)
+    skipping = demand.also(part.decision, lengths=True, extra_lengths=part.decision.request.extra_cache)
+    return _Part(plain, demand.bound(skipping, primitive) if skipping.request.lengths else None)

@@ -8,15 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.contracts.rules import check_cache
 from mla_portable.contracts.values import CACHE_ALIGNMENT
+from mla_portable.engine.routing import bind_for
 from mla_portable.layouts import INDEX
 from mla_portable.primitives import INDEXER_CACHE_WRITE, IndexerCacheWrite
 from mla_portable.registry import get_registry
-
-_writers: dict[tuple[object, ...], IndexerCacheWrite] = {}
 
 
 def facts_of_pages(pages: Tensor, where: str) -> dict[str, Any]:
@@ -32,19 +30,20 @@ def key_writer(pages: Tensor) -> IndexerCacheWrite:
     Binds at the first call for a kind of pages, which belongs outside of CUDA graphs.
     Raises: UnsupportedRequest, InvalidArgument.
     """
-    apart = pages.stride(0) if pages.shape[0] > 1 else 0
-    key = pages.device, pages.shape[1:], apart, pages.data_ptr() % CACHE_ALIGNMENT
-    found = _writers.get(key)
-    if found is None:
+
+    def bound() -> IndexerCacheWrite:
         facts = facts_of_pages(pages, "indexer_cache_write")
-        found = _writers[key] = bind_writer(get_registry().facts(pages.device), **facts)
-    return found
+        return bind_writer(get_registry().facts(pages.device), **facts)
+
+    return get_registry().keep((INDEXER_CACHE_WRITE, *kind_of_pages(pages)), bound)
+
+
+def kind_of_pages(pages: Tensor) -> tuple[object, ...]:
+    """Equal for pages that are served alike, at less cost than `facts_of_pages`."""
+    apart = pages.stride(0) if pages.shape[0] > 1 else 0
+    return pages.device, pages.shape[1:], apart, pages.data_ptr() % CACHE_ALIGNMENT
 
 
 def bind_writer(here: DeviceFacts, **facts: Any) -> IndexerCacheWrite:
     """indexer_cache_write on a device, for CUDA graphs where anything serves in them. Raises: UnsupportedRequest."""
-    demand = LayerRegistry(get_registry(), None)
-    request = Request(INDEXER_CACHE_WRITE, here, scale_format="pow2", graph=True, **facts)
-    if demand.decide(request).chosen is None:
-        request = request.but(graph=False)
-    return demand.bind(request)
+    return bind_for(Request(INDEXER_CACHE_WRITE, here, scale_format="pow2", **facts))[0].call

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, cast
@@ -35,6 +35,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.values import check_flag, check_type, describe, refuse
+from mla_portable.registry.bound import Bound
 from mla_portable.registry.facts import parse_device
 from mla_portable.registry.faults import PluginRaised, blame, contained, first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
@@ -57,6 +58,7 @@ _REQUEST: Final = "a mla_portable.contracts.Request"
 _IMPLEMENTATION: Final = "an Implementation, one of `Registry.implementations()`"
 _REENTERED: Final = "the registry was asked for while it is being built: a plugin's hook may only register"
 
+K = TypeVar("K")
 T = TypeVar("T")
 _Key = tuple[Request, "str | None", tuple[Rule, ...]]
 
@@ -111,9 +113,9 @@ class Registry:
         self._generation = 0
         self._names_checked: set[tuple[Rule, ...]] = set()
         self._selected: dict[_Key, tuple[Implementation | None, Decision]] = {}
-        self._bound: dict[_Key, Any] = {}
-        self.served: dict[tuple[Any, ...], Any] = {}
-        """For the caller's own cache in front of `bind`: it goes where the registry goes."""
+        self._bound: dict[tuple[str, Request], Any] = {}
+        self.kept: dict[tuple[Any, ...], Any] = {}
+        """What callers made of choices (`keep`), by keys that end with the `choice_token` that they were made under."""
         self._logged: set[object] = set()
         self._lock = threading.RLock()
         try:
@@ -185,7 +187,7 @@ class Registry:
             self._generation += 1
             self._selected.clear()
             self._bound.clear()
-            self.served.clear()
+            self.kept.clear()
 
     @property
     def tuned_problem(self) -> str:
@@ -200,6 +202,12 @@ class Registry:
     def choice_token(self) -> object:
         """A cheap hashable value; while it stays equal, equal requests get equal choices. For caches in front of `bind`."""
         return self._generation, active_rules()
+
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()`, once for equal keys while the policy in force stays the same: for what a caller binds for many calls."""
+        generation, whole = self._generation, (key, self.choice_token())
+        found = self.kept.get(whole)
+        return self._keep(self.kept, whole, make(), generation) if found is None else found
 
     def device_types(self) -> list[str]:
         """The device types that torch or a plugin's declaration names, torch's accelerator first, "cpu" last."""
@@ -278,7 +286,7 @@ class Registry:
         if known is None:
             generation = self._generation
             decision = self._decide(key)
-            known = next((i for i in self.implementations(request.primitive) if i.name == decision.chosen), None), decision
+            known = self._named(request.primitive, decision.chosen), decision
             self._log_once(decision)
             self._keep(self._selected, key, known, generation)
         chosen, decision = known
@@ -286,24 +294,42 @@ class Registry:
             raise UnsupportedRequest(decision)
         return chosen, decision
 
-    def bind(self, request: Request[F], *, backend: str | None = None) -> F:
-        """The callable that serves `request`, exactly as its implementation made it; the same one for equal requests.
+    def _named(self, primitive: Primitive[F], name: str | None) -> Implementation[F] | None:
+        return next((i for i in self.implementations(primitive) if i.name == name), None)
 
-        It runs on the current device: who has several GPUs makes the tensors' own the current one around a call.
+    def resolve(self, request: Request[F], *, backend: str | None = None) -> Bound[F]:
+        """What serves `request`: callable, implementation and decision.
 
         Raises: as `select`, and whatever the implementation's own `bind` raises.
         """
-        check_type("Registry.bind", "request", request, Request, _REQUEST)
+        check_type("Registry.resolve", "request", request, Request, _REQUEST)
         check_backend(backend)
-        key = (request, backend, active_rules())
-        bound = self._bound.get(key)
-        if bound is not None:
-            return bound
-        generation = self._generation
-        implementation, _ = self._select(request, key)
-        return self._keep(self._bound, key, self.bind_implementation(implementation, request), generation)
+        _, decision = self._select(request, (request, backend, active_rules()))
+        return self.bound(decision, request.primitive)
 
-    def _keep(self, known: dict[_Key, T], key: _Key, value: T, generation: int) -> T:
+    def bound(self, decision: Decision, primitive: Primitive[F]) -> Bound[F]:
+        """What a decision of this registry chose, bound for the decision's request; the same callable for equal requests.
+
+        Raises: UnsupportedRequest where it chose nothing; InvalidArgument for a decision on another primitive; whatever the
+            implementation's own `bind` raises.
+        """
+        request = decision.request.of(primitive)
+        implementation = self._named(primitive, decision.chosen)
+        if implementation is None:
+            raise UnsupportedRequest(decision)
+        self._log_once(decision)
+        key, generation = (implementation.name, request), self._generation
+        call = self._bound.get(key)
+        if call is None:
+            call = self._keep(self._bound, key, self.bind_implementation(implementation, request), generation)
+        return Bound(call, implementation, self.configured(implementation, request), decision)
+
+    def bind(self, request: Request[F], *, backend: str | None = None) -> F:
+        """The callable of `resolve`. Who has several GPUs makes the tensors' own the current one around a call."""
+        check_type("Registry.bind", "request", request, Request, _REQUEST)
+        return self.resolve(request, backend=backend).call
+
+    def _keep(self, known: dict[K, T], key: K, value: T, generation: int) -> T:
         """Remember a value that was found under the policy of `generation`. Returns: what an equal request gets from now on."""
         with self._lock:
             if generation != self._generation:

@@ -12,17 +12,16 @@ gathered  bf16(e4m3 * scale), the same bits
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import InvalidArgument, Request, UnsupportedRequest
+from mla_portable.engine.routing import bind_for, in_words, pairs
 from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE, SCALE_GROUP, CacheLayout
 from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT
-from mla_portable.registry import Registry, get_registry
+from mla_portable.registry import get_registry
 from mla_portable.sglang import settings, stock
 
 _SLOTS: Final = 16384
@@ -32,13 +31,14 @@ _SLOTS: Final = 16384
 class PoolRows:
     """Quantises and gathers rows of a layout on one device. Graph-safe: calls allocate their results, and read nothing back."""
 
-    def __init__(self, registry: Registry, device: torch.device, layout: CacheLayout) -> None:
+    def __init__(self, device: torch.device, layout: CacheLayout) -> None:
         """Bind what serves; a row is a block of the cache. Raises: UnsupportedRequest with the reasons."""
-        self.layout, demand, facts = layout, LayerRegistry(registry, None), registry.facts(device)
-        write = Request(CACHE_WRITE, facts, kv_layout=layout.name, block_size=1, scale_format="amax", graph=True)
-        gather = Request(GATHER_UPCONVERT, facts, kv_layout=layout.name, block_size=1, graph=True)
-        self.served_by = f"cache_write {demand.decide(write).chosen}, gather_upconvert {demand.decide(gather).chosen}"
-        self._write, self._gather = demand.bind(write), demand.bind(gather)
+        self.layout, facts = layout, get_registry().facts(device)
+        rows = {"kv_layout": layout.name, "block_size": 1}
+        requests = Request(CACHE_WRITE, facts, **rows, scale_format="amax"), Request(GATHER_UPCONVERT, facts, **rows)
+        bound = bind_for(*requests, graph=True)
+        self.served_by = in_words(pairs(each.decision for each in bound))
+        self._write, self._gather = (each.call for each in bound)
         self._slots = torch.arange(_SLOTS, dtype=torch.int64, device=device)
         self._start = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -64,18 +64,20 @@ def _dense(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-@functools.cache
 def of_device(device: torch.device, layout: CacheLayout) -> PoolRows | None:
     """What serves FP8 rows of a layout on a device; None where SGLang's own kernels do. Logged once.
 
     Raises: InvalidArgument where neither can, with what to set instead.
     """
-    registry = get_registry()
-    reason = stock.against_e4m3_in_triton(registry.facts(device))
+    return get_registry().keep((PoolRows, device, layout), lambda: (_bind(device, layout),))[0]
+
+
+def _bind(device: torch.device, layout: CacheLayout) -> PoolRows | None:
+    reason = stock.against_e4m3_in_triton(get_registry().facts(device))
     if reason is None:
         return None
     try:
-        found = PoolRows(registry, device, layout)
+        found = PoolRows(device, layout)
     except UnsupportedRequest as error:
         raise InvalidArgument(
             "SGLang",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from mla_portable.attention import AttentionSpec, SlotAttention, UnsupportedRoute
 from mla_portable.contracts import InvalidArgument
 from mla_portable.contracts.values import device_of
-from mla_portable.engine.routing import attention_served_by, attention_serving
+from mla_portable.engine.routing import decide_route, served_by, serving
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import get_registry
@@ -29,7 +28,10 @@ from mla_portable.sglang import index_codes, model, pool_rows, prompts, settings
 SERVER: Final = "_mla_portable"
 """The attribute of SGLang's backend object that holds its Server."""
 
-_shared: WeakValueDictionary[tuple[AttentionSpec, torch.device, bool], SlotAttention] = WeakValueDictionary()
+
+def _shared() -> WeakValueDictionary[tuple[AttentionSpec, torch.device, bool], SlotAttention]:
+    """Those that were bound under the policy in force, for as long as a backend object holds them."""
+    return get_registry().keep("SGLang's attention", WeakValueDictionary)
 
 
 class Server:
@@ -176,15 +178,15 @@ def _attention(spec: AttentionSpec, device: torch.device, *, clean: bool) -> Slo
     """One for all backend objects of a spec. SGLang's lists end with -1 behind a row's clipped length, and its own methods give
     them to FlashMLA as they are: the slots are clean, but for those of an indexer of pools of keys, which it does not give it.
     """
-    found = _shared.get((spec, device, clean))
+    shared = _shared()
+    found = shared.get((spec, device, clean))
     if found is None:
-        try:
-            found = SlotAttention(spec, device=device, clean_slots=clean)
-        except UnsupportedRoute:
-            found = SlotAttention(replace(spec, graph=False), device=device, clean_slots=clean)
+        bound = decide_route(get_registry(), spec, device, clean_slots=clean).spec
+        found = SlotAttention(bound, device=device, clean_slots=clean)
+        if spec.graph and not bound.graph:
             _log_without_graphs(str(found.facts))
-        _shared[spec, device, clean] = found
-        publish(found.facts.name, attention_serving(found.route_decision), settings.logger)
+        shared[spec, device, clean] = found
+        publish(found.facts.name, serving(found.route_decision), settings.logger)
     return found
 
 
@@ -225,7 +227,7 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
         settings.logger.warning("SGLang's own kernels serve this model, mla_portable does not: %s", error)
         return None
     setattr(backend, SERVER, server)
-    served = "; ".join(f"{each.spec.kv_layout}: {attention_served_by(each.route_decision)}" for each in server.attentions)
+    served = "; ".join(f"{each.spec.kv_layout}: {served_by(each.route_decision)}" for each in server.attentions)
     if server.prompts is not None:
         served += f"; prompts over keys of each head: {server.prompts.served_by}"
     why, heads = "; ".join(dict.fromkeys(wanted.values())), backend.num_q_heads

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from mla_portable.attention import AttentionSpec, RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.attention.slots import choose_slot_route
 from mla_portable.contracts import Request
 from mla_portable.engine.deepseek import choices, scorer
 from mla_portable.engine.entry import obstacle
-from mla_portable.engine.routing import attention_served_by
+from mla_portable.engine.routing import decide_route
 from mla_portable.engine.status import EngineStatus, version_and_mode
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED
 from mla_portable.registry import Registry
@@ -38,12 +37,9 @@ def sglang_status(registry: Registry, device: torch.device, *, environ: Mapping[
     version, mode = found
     note = _obstacle(mode, environ)
 
-    def decide(spec: AttentionSpec) -> RouteDecision:
-        return choose_slot_route(spec, registry.facts(device), LayerRegistry(registry, None))
-
     if note:
         return EngineStatus(version, False, mode, note)
-    served = choices(decide, attention_served_by)
+    served = choices(partial(decide_route, registry, device=device, clean_slots=True))
     return EngineStatus(version, True, mode, _MEANING[mode], served, _indexer(registry, device, environ))
 
 

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import SelectionMerge
-from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.contracts import ContextShare, InvalidArgument, Request, UnsupportedRequest, neutral_defaults
-from mla_portable.contracts.values import CACHE_ALIGNMENT
-from mla_portable.engine.index_keys import facts_of_pages
+from mla_portable.contracts import ContextShare, InvalidArgument, Request, neutral_defaults
+from mla_portable.engine.index_keys import facts_of_pages, kind_of_pages
+from mla_portable.engine.routing import bind_for, in_words, pairs
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import E4M3_MAX, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT, TOPK_SELECT, IndexerCacheWrite, IndexerSelect
@@ -160,7 +159,9 @@ class IndexerServer:
         return 4 * num_tokens * self.topk + max(SCRATCH_BYTES, self.merge.nbytes(num_tokens))
 
 
-_servers: dict[tuple[object, ...], IndexerServer] = {}
+def _servers() -> dict[tuple[object, ...], IndexerServer]:
+    """Those that were bound under the policy in force."""
+    return get_registry().keep("vLLM's indexers", dict)
 
 
 def server_for(
@@ -174,20 +175,17 @@ def server_for(
     Binds and tries implementations at the first call of a kind, which belongs outside of CUDA graphs: vLLM's profiling run.
     Raises: UnsupportedRequest, with every reason, when nothing serves the indexer here; InvalidArgument for another cache.
     """
-    if kv_cache.numel():
-        apart = kv_cache.stride(0) if kv_cache.shape[0] > 1 else 0
-        key = device, num_heads, topk, scale_format, share, kv_cache.shape[1:], apart, kv_cache.data_ptr() % CACHE_ALIGNMENT
-    else:
-        key = device, num_heads, topk, scale_format, share
-    found = _servers.get(key)
+    key = device, num_heads, topk, scale_format, share, kind_of_pages(kv_cache) if kv_cache.numel() else None
+    servers = _servers()
+    found = servers.get(key)
     if found is None:
-        found = _servers[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, reason)
+        found = servers[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, reason)
     return found
 
 
 def can_capture() -> bool:
     """All that was bound so far may be captured in CUDA graphs."""
-    return all(server.graph for server in _servers.values())
+    return all(server.graph for server in _servers().values())
 
 
 def _bind(
@@ -197,30 +195,28 @@ def _bind(
     if kv_cache.numel():
         facts = facts_of_pages(kv_cache, "sparse_attn_indexer")
     here = get_registry().facts(device)
-    shared, demand = share.size > 1, LayerRegistry(get_registry(), None)
+    shared = share.size > 1
     requests: list[Request[Any]] = [
-        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=shared, graph=True, **facts)
+        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=shared, **facts)
     ]
     if shared:
-        requests.append(Request(TOPK_SELECT, here, topk=topk, graph=True))
+        requests.append(Request(TOPK_SELECT, here, topk=topk))
     if not _vllm_writes(device):
         made = _OURS.get(scale_format, "amax")
-        requests.append(Request(INDEXER_CACHE_WRITE, here, scale_format=made, graph=True, **facts))
-    try:
-        bound = [demand.bind(request) for request in requests]
-    except UnsupportedRequest:  # vLLM then runs the model's attention outside of graphs
-        requests = [request.but(graph=False) for request in requests]
-        bound = [demand.bind(request) for request in requests]
-    served = [f"{request.primitive} {demand.decide(request).chosen}" for request in requests]
-    by: dict[str, Any] = dict(zip((request.primitive for request in requests), bound, strict=True))
+        requests.append(Request(INDEXER_CACHE_WRITE, here, scale_format=made, **facts))
+    bound = bind_for(*requests)  # where nothing can be captured, vLLM runs the model's attention outside of graphs
+    served = pairs(each.decision for each in bound)
+    by: dict[Any, Any] = {each.request.primitive: each.call for each in bound}
+    select = by[INDEXER_SELECT]
     write = by.get(INDEXER_CACHE_WRITE)
     merge = SelectionMerge(share, topk, by[TOPK_SELECT], gather_from_ranks, device) if shared else None
-    _run_once(bound[0], num_heads, topk, device, share)
-    written = [] if write else ["keys written by vLLM"]
-    publish(here.name, ((str(each.primitive), str(demand.decide(each).chosen)) for each in requests), settings.logger)
-    _log_server(f"{here}, {num_heads} heads, top-{topk}: {', '.join(served + written)}", reason)
+    _run_once(select, num_heads, topk, device, share)
+    publish(here.name, served, settings.logger)
+    words = in_words(served) + ("" if write else ", keys written by vLLM")
+    _log_server(f"{here}, {num_heads} heads, top-{topk}: {words}", reason)
     capturing = accelerator(device).is_capturing
-    return IndexerServer(bound[0], write, merge, requests[0].graph, topk, facts["block_size"], scale_format, share, capturing)
+    graph, block_size = bound[0].request.graph, facts["block_size"]
+    return IndexerServer(select, write, merge, graph, topk, block_size, scale_format, share, capturing)
 
 
 def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device, share: ContextShare) -> None:

@@ -115,12 +115,9 @@ def resolve(
         batch_invariant=compat.wants_batch_invariance(),
     )
     decision = decide_route(get_registry(), spec, device, probe=probe)
-    if decision.chosen is None and spec.graph:
-        spec = replace(spec, graph=False)
-        decision = decide_route(get_registry(), spec, device, probe=probe)
     if decision.chosen is None:
         raise UnsupportedRoute(decision)
-    return Resolved(spec, decision, writer)
+    return Resolved(decision.spec, decision, writer)
 
 
 def _likely_scales() -> str | None:

@@ -15,7 +15,6 @@ import torch
 
 from mla_portable.attention import RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.attention.slots import choose_slot_route
 from mla_portable.contracts import DeviceFacts
 from mla_portable.engine.deepseek import (
     V4_HEADS,
@@ -27,7 +26,7 @@ from mla_portable.engine.deepseek import (
     v4_layer_spec,
 )
 from mla_portable.engine.entry import obstacle
-from mla_portable.engine.routing import attention_served_by, attention_serving, decide_route
+from mla_portable.engine.routing import decide_route, served_by, serving
 from mla_portable.engine.status import EngineStatus, version_and_mode
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
@@ -85,8 +84,7 @@ def _deepseek_v4(registry: Registry, device: torch.device, route: str, mode: str
     if capability[0] == 12:
         return (("DeepSeek-V4", v4.ON_SM12X),)
     asked = f"mla_portable's ({settings.ENV_MODE}=override)" if mode == "override" else _V4_ON_REQUEST
-    demand = LayerRegistry(registry, None)
-    decided = ((heads, choose_slot_route(v4_layer_spec(heads), facts, demand)) for heads in V4_HEADS)
+    decided = ((heads, decide_route(registry, v4_layer_spec(heads), device, clean_slots=False)) for heads in V4_HEADS)
     served = "; ".join(f"{heads} heads per GPU: {_decode(decision)}" for heads, decision in decided)
     against = v4.against_route(route)
     words = f"vLLM's, mla_portable does not serve it: {against[0]}" if against else f"{asked}; {served}"
@@ -128,8 +126,8 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
 def _decode(decision: RouteDecision) -> str:
     """What serves decodes; whether prompts are read in place depends on more (docs/vllm.md)."""
     if decision.chosen is None:
-        return attention_served_by(decision)
-    return ", ".join(f"{name} {by}" for name, by in attention_serving(decision) if name == str(SPARSE_DECODE))
+        return served_by(decision)
+    return ", ".join(f"{name} {by}" for name, by in serving(decision) if name == str(SPARSE_DECODE))
 
 
 def _capability(facts: DeviceFacts) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +32,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     plugin = Recorder(schedule_kind=SPLIT_KV)
     registry = registry_of(plugin, facts={"cpu": H200})
     monkeypatch.setattr("mla_portable.attention.layer_registry.get_registry", lambda: registry)
-    monkeypatch.setattr(serving, "_shared", {})
+    monkeypatch.setattr(serving, "_shared", functools.cache(dict))
     return plugin
 
 

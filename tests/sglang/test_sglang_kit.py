@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_kit import CASE, cases, fixture, judging, kit, run, server_of, small
 
-from mla_portable.engine.routing import attention_served_by
+from mla_portable.engine.routing import served_by
 from mla_portable.registry import Registry
 from mla_portable.sglang import serving
 
@@ -84,9 +85,9 @@ def test_lengths_are_given_where_sglang_knows_them():
 def test_triton_s_kernels_serve(fp8: bool, monkeypatch: pytest.MonkeyPatch):
     registry = Registry(environ={"MLA_PORTABLE_BACKEND": "triton"}, probe=False)
     monkeypatch.setattr("mla_portable.attention.layer_registry.get_registry", lambda: registry)
-    monkeypatch.setattr(serving, "_shared", {})
+    monkeypatch.setattr(serving, "_shared", functools.cache(dict))
     built = fixture(small(CASES["dsa_sparse_decode_short_prefix_padding"]), fp8_kv_cache=fp8, index_topk=TOPK)
-    served = [attention_served_by(each.route_decision) for each in server_of(built.backend).attentions]
+    served = [served_by(each.route_decision) for each in server_of(built.backend).attentions]
     assert all(each == "sparse_decode triton.portable, sparse_prefill triton.portable" for each in served)
     with judging() as judged:
         kit.run_dsa_sparse_fixture_eager(built, CASE)

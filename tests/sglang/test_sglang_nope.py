@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partialmethod
@@ -14,7 +15,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_kit import cases, compare, fixture, judging, kit, run, server_of, small, without_rope
 
-from mla_portable.engine.routing import attention_served_by
+from mla_portable.engine.routing import served_by
 from mla_portable.registry import Registry
 from mla_portable.sglang import places, serving
 
@@ -76,10 +77,10 @@ def test_speculative_decoding(mode: str):
 def test_triton_s_kernels_serve(monkeypatch: pytest.MonkeyPatch):
     registry = Registry(environ={"MLA_PORTABLE_BACKEND": "triton"}, probe=False)
     monkeypatch.setattr("mla_portable.attention.layer_registry.get_registry", lambda: registry)
-    monkeypatch.setattr(serving, "_shared", {})
+    monkeypatch.setattr(serving, "_shared", functools.cache(dict))
     for case, kind in ((DECODE, "decode"), (EXTEND, "prefill")):
         built = fixture(case, fp8_kv_cache=True, index_topk=TOPK)
-        served = [attention_served_by(each.route_decision) for each in server_of(built.backend).attentions]
+        served = [served_by(each.route_decision) for each in server_of(built.backend).attentions]
         assert all(each == "sparse_decode triton.portable, sparse_prefill triton.portable" for each in served)
         with judging() as judged:
             compare(built)

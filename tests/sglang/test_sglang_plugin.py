@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from importlib import import_module
 from types import SimpleNamespace
@@ -259,7 +260,7 @@ def test_what_is_bound_is_published_as_a_metric(monkeypatch: pytest.MonkeyPatch)
     pretend(monkeypatch, A100)
     published: list[tuple[str, list[tuple[str, str]]]] = []
     monkeypatch.setattr(serving, "publish", lambda device, served, logger: published.append((device, list(served))))
-    monkeypatch.setattr(serving, "_shared", {})
+    monkeypatch.setattr(serving, "_shared", functools.cache(dict))
     assert server_of(fixture(CASE, dsa_prefill_backend="flashmla_sparse", dsa_decode_backend="fa3").backend) is not None
     ((device, served),) = published
     assert device.startswith("CPU")  # where it is bound

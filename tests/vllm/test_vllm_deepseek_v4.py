@@ -27,7 +27,7 @@ from vllm_engine import CPU, make_config
 from mla_portable import use
 from mla_portable.attention import SlotAttention
 from mla_portable.contracts import InvalidArgument
-from mla_portable.engine.routing import attention_serving
+from mla_portable.engine.routing import serving
 from mla_portable.engine.serving import in_log, in_metrics
 from mla_portable.registry import Registry
 from mla_portable.vllm import indexer_choice, plugin, settings
@@ -148,7 +148,7 @@ def test_layers_of_a_kind_share_what_serves_them():
 def test_layers_say_what_serves_them_in_the_metric_and_in_the_log(kind: str, monkeypatch: pytest.MonkeyPatch):
     published: list[tuple[str, Any]] = []
     logged: list[str] = []
-    kinds._shared.clear()  # layers that other tests hold
+    kinds._shared().clear()  # layers that other tests hold
     monkeypatch.setattr(kinds, "publish", lambda device, served, _: published.append((device, served)))
     monkeypatch.setattr(settings.logger, "info", lambda text, *given: logged.append(text % given))
     for case in (Case(kind), Case(kind)):
@@ -157,14 +157,14 @@ def test_layers_say_what_serves_them_in_the_metric_and_in_the_log(kind: str, mon
     ((device, served),) = published  # once for layers that share it
     wanted = {"sparse_decode", "sparse_prefill"} | ({"convert_indices"} if kind == "selected" else set())
     assert {primitive for primitive, _ in served} == wanted and device == bound.attention.facts.name
-    assert set(served) >= set(attention_serving(bound.attention.route_decision))
+    assert set(served) >= set(serving(bound.attention.route_decision))
     assert {(each.primitive, each.implementation, each.device) for each in in_log(logged).served} == {
         (*pair, device) for pair in served
     }
 
 
 def test_the_metric_of_layers_reaches_prometheus():
-    kinds._shared.clear()
+    kinds._shared().clear()
     case = Case("all")
     case.run(case.step([1], [300], 1))
     found = {(each.primitive, each.implementation) for each in in_metrics(generate_latest(REGISTRY).decode())}
@@ -196,7 +196,7 @@ def test_prompts_of_few_heads_are_read_in_place(heads: int, gathers: bool):
 
 def test_lists_of_all_compressed_tokens_are_as_wide_as_what_was_prepared():
     """vLLM makes the list of 8 compressed tokens 128 wide, and a captured step finds the schedules of that width alone."""
-    kinds._shared.clear()  # layers that other tests hold
+    kinds._shared().clear()  # layers that other tests hold
     with use("triton"):
         case = Case("all")
         step = case.step([1], [300], 1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from dataclasses import replace
@@ -70,7 +71,7 @@ def test_rows_of_padding_get_nothing(drafts: int):
 
 def test_kernels_of_triton_serve_as_the_reference_does(monkeypatch: pytest.MonkeyPatch):
     logged: list[str] = []
-    monkeypatch.setattr(indexer, "_servers", {})
+    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
     monkeypatch.setattr(indexer, "_log_server", lambda what, reason: logged.append(what))
     with use("triton"):
         engine = make_indexer(drafts=1)
@@ -144,10 +145,10 @@ def test_profiling_binds_and_shows_its_scratch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "empty", spy)
     compiled: list[tuple[Any, ...]] = []
     monkeypatch.setattr(indexer, "_run_once", lambda select, *kind: compiled.append(kind))
-    monkeypatch.setattr(indexer, "_servers", {})
+    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
     assert call(engine, step, None) is not None
     assert indexer.SCRATCH_BYTES in taken and compiled == [(HEADS, TOPK, CPU, ContextShare())]
-    assert [key[:5] for key in indexer._servers] == [(CPU, HEADS, TOPK, "ue8m0", ContextShare())]
+    assert [key[:5] for key in indexer._servers()] == [(CPU, HEADS, TOPK, "ue8m0", ContextShare())]
     assert (engine.topk == 77).all()
 
 
@@ -179,7 +180,7 @@ def test_nothing_is_scored_where_nothing_is_selected_away(padding: dict[str, int
         return replace(server, select=select, is_capturing=lambda: capture)
 
     monkeypatch.setattr(indexer, "_bind", watched)
-    monkeypatch.setattr(indexer, "_servers", {})
+    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
     for capture in (False, True):
         engine.topk.fill_(77)
         run(engine, step, capture=capture)
@@ -237,9 +238,9 @@ def test_what_is_computed_as_dense_attention_needs_no_selection(monkeypatch: pyt
     before = engine.kv_cache.clone()
     call(engine, step, {NAME: engine.builder.build(0, step.common), "layer": dense})
     assert (engine.topk == 77).all() and not torch.equal(engine.kv_cache, before)
-    servers = {key: replace(server, is_capturing=lambda: True) for key, server in indexer._servers.items()}
+    servers = {key: replace(server, is_capturing=lambda: True) for key, server in indexer._servers().items()}
     with monkeypatch.context() as patch:
-        patch.setattr(indexer, "_servers", servers)
+        patch.setattr(indexer, "_servers", lambda: servers)
         call(engine, step, {NAME: engine.builder.build(0, step.common), "layer": dense})
     check(engine, step)  # a graph is replayed for steps that are not dense
     engine.topk.fill_(77)
@@ -312,9 +313,9 @@ def test_graphs_are_refused_where_what_serves_cannot_be_captured(monkeypatch: py
     engine = make_indexer()
     server = indexer.IndexerServer(lambda *_: None, None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), lambda: False)
     support = type(engine.builder).get_cudagraph_support
-    monkeypatch.setattr(indexer, "_servers", {(): server})
+    monkeypatch.setattr(indexer, "_servers", lambda: {(): server})
     assert support(engine.config, None).name == "UNIFORM_BATCH"
-    monkeypatch.setattr(indexer, "_servers", {(): replace(server, graph=False)})
+    monkeypatch.setattr(indexer, "_servers", lambda: {(): replace(server, graph=False)})
     assert support(engine.config, None).name == "NEVER"
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
     indexer_choice.choose(engine.config)
@@ -336,14 +337,14 @@ def test_vllms_writer_is_tried_before_it_is_trusted(fault: str, monkeypatch: pyt
     assert bool(why_not) == bool(fault)
     assert fault != "wrong" or "came out as" in why_not
     monkeypatch.setattr(indexer, "try_vllm_write", lambda device: why_not)
-    monkeypatch.setattr(indexer, "_servers", {})
+    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
     engine = make_indexer()
     step = make_batch(engine, [1, 9], [33, 190])
     call(engine, step, {NAME: engine.builder.build(0, step.common)}, rows=14)  # keys of padding are not written
     check(engine, step)
-    assert all((server.write is None) == (not fault) for server in indexer._servers.values())
+    assert all((server.write is None) == (not fault) for server in indexer._servers().values())
     monkeypatch.setenv(settings.ENV_WRITER, "vllm")
-    monkeypatch.setattr(indexer, "_servers", {})
+    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
     if fault:
         with pytest.raises(InvalidArgument, match=settings.ENV_WRITER):
             run(engine, step)

@@ -20,10 +20,10 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, SlotAttention
 from mla_portable.contracts import Request, neutral_defaults
-from mla_portable.engine.routing import attention_serving
+from mla_portable.engine.routing import IF_POSSIBLE, bind_for, decide_route, in_words, pairs
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import FP8_V4
-from mla_portable.primitives import CONVERT_INDICES
+from mla_portable.primitives import CONVERT_INDICES, SPARSE_DECODE
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat
 from mla_portable.vllm.settings import logger
@@ -32,6 +32,12 @@ T = TypeVar("T")
 
 _LIST_MULTIPLE = 128
 """vLLM rounds the list of all compressed tokens up to this."""
+_IN_GRAPHS = (CONVERT_INDICES, SPARSE_DECODE)
+"""What decode batches run."""
+_NO_GRAPHS = (
+    "mla_portable: nothing on %s can be captured in CUDA graphs for DeepSeek-V4's layers. If captures fail, set "
+    '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager.'
+)
 _REQUESTS, _SLOTS = "mla_portable_requests", "mla_portable_slots"
 """Attributes of vLLM's metadata that hold what the first layer of a step made for the others."""
 
@@ -78,11 +84,12 @@ class LayerKind:
 
         Raises: UnsupportedRoute or UnsupportedRequest, with the reasons against every implementation.
         """
+        spec = decide_route(get_registry(), spec, device, clean_slots=False).spec  # without graphs where none can be captured
         self.attention = SlotAttention(spec, device=device)
         self._wider: dict[int, SlotAttention] = {}
         self._sizes = limits.sizes
         self._accelerator = accelerator(self.attention.device)
-        facts, served = self.attention.facts, [*attention_serving(self.attention.route_decision)]
+        facts, decisions = self.attention.facts, [part.decision for part in self.attention.route_decision.verdict.parts]
         if spec.extra_topk:
             request = Request(
                 CONVERT_INDICES,
@@ -90,18 +97,20 @@ class LayerKind:
                 topk=spec.extra_topk,
                 block_size=spec.extra_block_size,
                 compact=True,
-                graph=spec.graph,
             )
-            registry = get_registry()
-            self._convert = registry.bind(request)
-            served.append((str(request.primitive), str(registry.decide(request).chosen)))
+            (convert,) = bind_for(request, graph=IF_POSSIBLE if spec.graph else False)
+            self._convert = convert.call
+            decisions.append(convert.decision)
         self._out: tuple[Tensor, Tensor] | None = None
         if selects:
             with neutral_defaults():
                 indices = torch.empty((spec.max_num_tokens, spec.extra_topk), dtype=torch.int32, device=device)
                 self._out = indices, torch.empty(spec.max_num_tokens, dtype=torch.int32, device=device)
-        words = ", ".join(f"{primitive} {implementation}" for primitive, implementation in served)
-        logger.info("mla_portable serves DeepSeek-V4's layers on %s, %s: %s", facts, _words(spec), words)
+        served = pairs(decisions)
+        logger.info("mla_portable serves DeepSeek-V4's layers on %s, %s: %s", facts, _words(spec), in_words(served))
+        of_decodes = [each.request for each in decisions if each.request.primitive in _IN_GRAPHS]
+        if limits.graph and not all(request.graph for request in of_decodes):
+            logger.warning(_NO_GRAPHS, facts)
         publish(facts.name, served, logger)
         logger.debug("%s", self.attention.explain())
 
@@ -166,7 +175,9 @@ class LayerKind:
         )
 
 
-_shared: WeakValueDictionary[tuple[Any, ...], LayerKind] = WeakValueDictionary()
+def _shared() -> WeakValueDictionary[tuple[Any, ...], LayerKind]:
+    """Those that were bound under the policy in force, for as long as a layer holds them."""
+    return get_registry().keep("DeepSeek-V4's kinds of layers in vLLM", WeakValueDictionary)
 
 
 def kind_of(layer: Any, limits: Limits, device: torch.device, swa_block: int, block: int | None) -> LayerKind:
@@ -199,9 +210,10 @@ def kind_of(layer: Any, limits: Limits, device: torch.device, swa_block: int, bl
         extra_block_size=block,
     )
     key = (spec, limits, device, lists_all)
-    found = _shared.get(key)
+    shared = _shared()
+    found = shared.get(key)
     if found is None:
-        found = _shared[key] = LayerKind(spec, limits, device, selects=block is not None and not lists_all)
+        found = shared[key] = LayerKind(spec, limits, device, selects=block is not None and not lists_all)
     return found
 
 
