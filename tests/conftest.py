@@ -76,6 +76,12 @@ def fresh_accelerators() -> None:
     accelerator.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def fresh_draws() -> None:
+    """What a test draws from torch's own generator does not depend on the tests before it."""
+    torch.default_generator.manual_seed(0)
+
+
 @pytest.fixture
 def a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No GPU and no policy of whoever runs the tests, so that defaults are the same everywhere."""
