@@ -8,6 +8,7 @@ side, a process for each core: torch gets one thread in each, for threads that w
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -28,12 +29,57 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     del sys.path[0]
 
 
+_ROOT = str(Path(__file__).parents[1])
+_VARIABLES = ("MLA_", "TRITON_", "CUDA_", "XDG_", "HOME", "PATH", "PYTHONPATH", "COLUMNS")
+
+
+def _settings() -> dict[str, object]:
+    """What all tests of a process share, and a test might leave changed; not what an engine sets where it is imported."""
+    from mla_portable import dispatch
+    from mla_portable.contracts import Primitive
+    from mla_portable.layouts import layout_names
+    from mla_portable.registry.policy import active_rules
+
+    return {
+        "the environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+        "the current folder": Path.cwd(),
+        "sys.path": [each for each in sys.path if each.startswith(_ROOT)],
+        "handlers of signals": [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's default device": torch.get_default_device(),
+        "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch's filling of fresh memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "torch's matmul precision": torch.get_float32_matmul_precision(),
+        "torch's gradients": torch.is_grad_enabled(),
+        "the registry of a `serving` block": dispatch._override,
+        "the policy of a `use` block": active_rules(),
+        "the primitives": Primitive.all(),
+        "the layouts": layout_names(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_changed() -> Iterator[None]:
+    """A test that leaves a setting changed fails itself, instead of another one that happens to run after it."""
+    before = _settings()
+    yield
+    after = _settings()
+    changed = [name for name, value in before.items() if after[name] != value]
+    assert not changed, f"the test left changed: {', '.join(changed)}"
+
+
 @pytest.fixture(autouse=True)
 def fresh_accelerators() -> None:
     """A test that pretends a device patches torch's module of it, whose functions an accelerator looks up once."""
     from mla_portable.accelerator import accelerator
 
     accelerator.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh_draws() -> None:
+    """What a test draws from torch's own generator does not depend on the tests before it."""
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

@@ -424,6 +424,15 @@ def test_a_panic_is_a_document_too(monkeypatch: pytest.MonkeyPatch):
     assert answer == {"ok": False, "error": {"type": "Panic", "message": "odd"}}
 
 
+def test_an_end_of_file_that_a_plugin_meets_is_an_error_with_its_words(monkeypatch: pytest.MonkeyPatch):
+    def ends(*arguments: object, **options: object) -> None:
+        raise EOFError("the table ends too early")
+
+    monkeypatch.setattr(Registry, "decide", ends)
+    answer = document("explain", "merge_states", code=1)
+    assert answer == {"ok": False, "error": {"type": "EOFError", "message": "the table ends too early"}}
+
+
 EARLY = {
     "explain sparse_dekode": "sparse_decode",
     "explain sparse_decode --layout fp4": "fp8_ds_mla",

@@ -172,6 +172,28 @@ def test_a_private_name_of_another_package_is_found(tmp_path: Path):
     assert private_imports(path, "mla_portable.primitives") == {"mla_portable.contracts.rules._STRIDED"}
 
 
+def absent_imports(path: Path, modules: set[str]) -> set[str]:
+    """The modules of this project that a file imports, in functions too, and that are not there."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return {each for each in found if each.startswith("mla_portable")} - modules
+
+
+def test_every_import_of_this_project_finds_its_module():
+    """A lazy import is not run before somebody uses the command that it is in."""
+    modules = {".".join((package, path.stem)).removesuffix(".__init__") for path, package in SOURCES.items()}
+    others = [path for top in ("ci", "tests") for path in sorted((ROOT / top).rglob("*.py"))]
+    found = {str(path.relative_to(ROOT)): absent_imports(path, modules) for path in (*SOURCES, *others)}
+    assert len(found) > 400 and {name: absent for name, absent in found.items() if absent} == {}
+
+
+def test_an_import_of_an_absent_module_is_found(tmp_path: Path):
+    path = tmp_path / "module.py"
+    path.write_text("import torch\nfrom mla_portable.here import f\n\ndef lazy():\n    from mla_portable.gone import g\n")
+    assert absent_imports(path, {"mla_portable.here"}) == {"mla_portable.gone"}
+
+
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_plugin_imports_the_contracts_alone(plugin: str):
     for path in (ROOT / "backends" / plugin / "src").rglob("*.py"):

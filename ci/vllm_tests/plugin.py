@@ -165,6 +165,7 @@ def run_suite(suite: Suite, sources: Path, folder: Path, *, sample: int | None, 
 
         tell(vllm=vllm.__version__)
         plugin = Plugin(suite, sample=sample, seed=seed, on_cpu=bool(cpu), tell=tell)
-        options = ["-q", "--noconftest", "--import-mode=append", "--tb=short", "-p", "no:cacheprovider", "-c", os.devnull]
-        pytest.main([*options, f"--rootdir={sources}", str(sources / "tests" / suite.file)], plugins=[plugin])
+        options = ["-q", "--noconftest", "--import-mode=append", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        options += ["-c", os.devnull, f"--rootdir={sources}"]
+        pytest.main([*options, str(sources / "tests" / suite.file)], plugins=[plugin])
         tell(ended=True)

@@ -38,7 +38,8 @@ app = typer.Typer(
     name="mla-portable",
     cls=Commands,
     help="Sparse MLA attention (DeepSeek-V3.2, GLM-5.x): what runs on this machine, whether it is right, and how fast it is. "
-    "Exit codes: 0 all is well; 1 something is broken, wrong or cannot be served; 2 invalid arguments.",
+    "Exit codes: 0 all is well; 1 something is broken, wrong or cannot be served; 2 invalid arguments; "
+    "130 interrupted by Ctrl-C, 143 by SIGTERM.",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

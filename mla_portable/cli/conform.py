@@ -19,6 +19,7 @@ from mla_portable.cli.options import (
     resolve_device,
 )
 from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
+from mla_portable.cli.process import undisturbed
 
 if TYPE_CHECKING:
     from mla_portable.conformance import CaseResult, Report
@@ -78,7 +79,8 @@ def conform(
                 )
             finally:  # what ran is kept, whatever ended the rest
                 if file is not None and results:
-                    file.add(level=level, cases=[case_of(each.as_dict()) for each in results])
+                    with undisturbed():
+                        file.add(level=level, cases=[case_of(each.as_dict()) for each in results])
                     output.note(f"{len(results)} cases added to {out}")
         if as_json:
             output.document({"command": "conform", **report.as_dict()})

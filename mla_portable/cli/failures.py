@@ -18,6 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from mla_portable.cli.output import EXIT_FAILED, EXIT_USAGE
+from mla_portable.cli.process import EXIT_INTERRUPTED, undisturbed
 from mla_portable.errors import InvalidArgument, MLAPortableError, printable
 
 _UsageError: Final[Any] = typer.BadParameter.__base__
@@ -31,8 +32,8 @@ _NO_FILE: Final = re.compile(r"file '(.*?)' does not exist", re.IGNORECASE)
 class Commands(TyperGroup):
     """The commands of mla-portable. Every failure of any of them ends here.
 
-    Exit code 2 for invalid arguments, 1 for every other failure of mla_portable. Anything else is a defect: its traceback goes
-    to stderr, and with --json it is a document as well.
+    Exit code 2 for invalid arguments, 130 for an interrupt, 1 for every other failure of mla_portable. Anything else is a
+    defect: its traceback goes to stderr, and with --json it is a document as well.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -46,8 +47,8 @@ class Commands(TyperGroup):
             del os.environ["COLUMNS"]
         try:
             code = super().main(words, *others, standalone_mode=False, **extra)
-        except typer.Abort:  # a user's interrupt, where typer makes that of it
-            code = EXIT_FAILED
+        except typer.Abort as error:  # typer makes that of an EOFError, and some versions of a user's interrupt
+            code = _fail(error.__cause__, self, words) if isinstance(error.__cause__, EOFError) else EXIT_INTERRUPTED
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # a panic of an extension module is no Exception
@@ -73,8 +74,9 @@ def _fail(error: BaseException, group: TyperGroup, words: Sequence[str]) -> int:
         stderr.print(Text(f"Try '{' '.join(('mla-portable', *path))} --help'."))
     if as_json:
         document = {"ok": False, "error": {"type": _kind(error), "message": message}}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-        sys.stdout.flush()
+        with undisturbed():
+            sys.stdout.write(json.dumps(document, indent=2) + "\n")
+            sys.stdout.flush()
     return EXIT_USAGE if usage else EXIT_FAILED
 
 

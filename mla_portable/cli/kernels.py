@@ -26,6 +26,7 @@ from mla_portable.cli.options import (
     with_options,
 )
 from mla_portable.cli.output import EXIT_FAILED, Output, columns, command, digits, hanging
+from mla_portable.cli.process import undisturbed
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +166,8 @@ def kernels(
             finally:  # what was timed is kept, whatever ended the rest
                 times = times_of(timed)
                 if file is not None and times:
-                    file.add(times=times)
+                    with undisturbed():
+                        file.add(times=times)
                     output.note(f"{len(times)} times added to {out}")
         if plot is not None:
             from mla_portable.bench.plot import picture_of

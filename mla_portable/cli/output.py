@@ -23,6 +23,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from mla_portable.cli.process import undisturbed
 from mla_portable.errors import printable
 
 EXIT_OK = 0
@@ -59,8 +60,9 @@ class Output:
         """Write a result as it is. Raises: typer.Exit where it cannot be written; without a word if its reader has gone."""
         self.rest()
         try:
-            self._stream.write(value)
-            self._stream.flush()
+            with undisturbed():
+                self._stream.write(value)
+                self._stream.flush()
         except BrokenPipeError:
             raise typer.Exit(EXIT_FAILED) from None
         except OSError as error:

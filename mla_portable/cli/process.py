@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a command: standard streams that are closed, full or gone, and errors that nothing else has handled.
+"""The process of a command: streams that are closed, full or gone, signals that end it, errors that nothing else has handled.
 
 Imports neither torch nor the command line's own dependencies.
 """
@@ -9,12 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM)
+_AGAIN: Final = 1.0
+"""Seconds after a signal within which others count as the same one: `timeout` sends each twice."""
 _WRITE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EPIPE})
 """Of a stream that was opened for writing; unlike errors of `open` they carry no file name."""
 
@@ -61,6 +68,75 @@ def guarded(work: Callable[[], None]) -> None:
         raise SystemExit(1) from None
     finally:
         close_stdout()
+
+
+class _Signals:
+    """Signals that ask the process to end.
+
+    Attributes:
+        first: the number of the first one that came, 0 before. since: when, by the monotonic clock. held: `undisturbed` blocks
+            that the main thread is in.
+    """
+
+    def __init__(self) -> None:
+        self.first, self.since, self.held = 0, 0.0, 0
+
+    def handle(self, number: int, frame: object) -> None:
+        if not self.first:
+            self.first, self.since = number, time.monotonic()
+            if not self.held:
+                raise KeyboardInterrupt
+        elif time.monotonic() - self.since > _AGAIN:
+            os._exit(128 + number)
+
+
+_signals = _Signals()
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Generator[None]:
+    """Let SIGINT and SIGTERM end this block in order: what ran is kept, workers are ended.
+
+    Such a signal raises a KeyboardInterrupt in the main thread, or behind its `undisturbed` block. Another one, more than a
+    second later, ends the process at once. Signals that the process was started to ignore stay ignored.
+
+    Raises: SystemExit with 128 + the number of the signal that came (130 for SIGINT, 143 for SIGTERM), whatever was made of
+        the KeyboardInterrupt; stderr has a line about it.
+    """
+    global _signals
+    _signals = _Signals()
+    kept: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        kept = {each: signal.getsignal(each) for each in _ENDING}
+    try:
+        for number, handler in kept.items():
+            if handler in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, _signals.handle)
+        yield
+    except BaseException:
+        if not _signals.first:
+            raise
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    if _signals.first:
+        with contextlib.suppress(OSError):  # stderr may be gone
+            sys.stderr.write(f"mla-portable: interrupted by {signal.Signals(_signals.first).name}\n")
+            sys.stderr.flush()
+        raise SystemExit(128 + _signals.first)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Generator[None]:
+    """Let a signal that comes in this block interrupt the command behind it: what is written here is written as a whole."""
+    came = _signals.first
+    _signals.held += 1
+    try:
+        yield
+    finally:
+        _signals.held -= 1
+    if _signals.first and not (came or _signals.held):
+        raise KeyboardInterrupt
 
 
 def close_stdout() -> None:

@@ -2,19 +2,22 @@
 """Run cases in several processes on one device: compiling kernels and the float64 oracle keep the CPU busy, not the device.
 
 A worker is given blocks of neighbouring cases, which tend to share a kernel. Whatever ends a worker is the error of the case
-that it ran, and of no other: a fresh worker goes on. A worker ends with the process that started it, however that ends.
+that it ran, and of no other: a fresh worker goes on. A worker ends with the run that it works for, and with the process that
+started it, however these end.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack
-from typing import Final
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from typing import Any, Final
 
 import torch
 
@@ -43,9 +46,11 @@ def run_in_processes(
     running: dict[Future[CaseResult], tuple[int, ProcessPoolExecutor, deque[int]]] = {}
     spawn = multiprocessing.get_context("spawn")  # a forked child cannot use its parent's device
     with ExitStack() as workers:
+        theirs, ours = map(workers.enter_context, spawn.Pipe(duplex=False))
 
         def start() -> ProcessPoolExecutor:
-            return workers.enter_context(ProcessPoolExecutor(1, mp_context=spawn, initializer=_start_worker))
+            pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_start_worker, initargs=(theirs,))
+            return workers.enter_context(pool)
 
         def occupy(worker: ProcessPoolExecutor, block: deque[int]) -> None:
             """Give a worker the next case of its block, or of another when that is done."""
@@ -55,39 +60,44 @@ def run_in_processes(
                 index = block.popleft()
                 running[worker.submit(_run_alone, run, cases[index], device)] = index, worker, block
 
-        for _ in range(min(jobs, len(blocks))):
-            occupy(start(), deque())
-        while running:
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                index, worker, block = running.pop(future)
-                try:
-                    result = future.result()
-                except Exception as error:
-                    remedy = "jobs=1 runs the case in the calling process"
-                    message = f"its worker process gave no result: {type(error).__name__}: {error} ({remedy})"
-                    result = CaseResult(cases[index], "error", {}, {}, message, 0.0)
-                results[index] = result
-                if progress is not None:
-                    progress(len(results), len(cases), result)
-                if result.status == "error" and (block or blocks):  # a fault of the device outlives its case in a process
-                    worker.shutdown(wait=False)
-                    worker = start()
-                occupy(worker, block)
+        try:
+            for _ in range(min(jobs, len(blocks))):
+                occupy(start(), deque())
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    index, worker, block = running.pop(future)
+                    try:
+                        result = future.result()
+                    except Exception as error:
+                        remedy = "jobs=1 runs the case in the calling process"
+                        message = f"its worker process gave no result: {type(error).__name__}: {error} ({remedy})"
+                        result = CaseResult(cases[index], "error", {}, {}, message, 0.0)
+                    results[index] = result
+                    if progress is not None:
+                        progress(len(results), len(cases), result)
+                    if result.status == "error" and (block or blocks):  # a fault of the device outlives its case in a process
+                        worker.shutdown(wait=False)
+                        worker = start()
+                    occupy(worker, block)
+        except BaseException:  # an interrupt, or an error of `progress`: nobody waits for what they still run
+            ours.close()
+            raise
     return [results[index] for index in range(len(cases))]
 
 
-def _start_worker() -> None:
+def _start_worker(connection: Connection[Any, Any]) -> None:
     """What a worker prints goes to stderr: stdout is for the results of the process that started it."""
     os.dup2(2, 1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process that started it, too, which ends it
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """A signal that ends the parent alone tells its workers nothing: they would wait for work, and keep the device's memory."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker was started by another process"
-    parent.join()
+def _end_with(connection: Connection[Any, Any]) -> None:
+    """End this process when the other end of the connection is closed, by the run or by the end of its process: a worker would
+    wait for work, and keep the device's memory."""
+    with suppress(EOFError, OSError):
+        connection.recv_bytes()
     os._exit(1)  # whatever the main thread does: nobody is left to take its result
 
 
