@@ -172,6 +172,17 @@ def test_a_private_name_of_another_package_is_found(tmp_path: Path):
     assert private_imports(path, "mla_portable.primitives") == {"mla_portable.contracts.rules._STRIDED"}
 
 
+def test_no_bound_on_scratch_is_defined_twice():
+    """A second constant of the same name and value would not follow a change of the first."""
+    defined = Counter(
+        (ast.unparse(node.target), ast.unparse(node.value))
+        for path in SOURCES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target).endswith("SCRATCH_BYTES")
+    )
+    assert ("SELECT_SCRATCH_BYTES", "64 << 20") in defined and set(defined.values()) == {1}, defined
+
+
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_plugin_imports_the_contracts_alone(plugin: str):
     for path in (ROOT / "backends" / plugin / "src").rglob("*.py"):

@@ -21,6 +21,7 @@ from mla_portable_triton import bind_indexer
 from mla_portable_triton.kernels import index_keys, indexer_cache_write, indexer_logits, indexer_logits_ragged
 from mla_portable_triton.kernels import topk_select as topk
 from mla_portable_triton.kernels.indexer_logits import REQUEST_TILE
+from mla_portable_triton.support import SUPPORT
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FACTS = DeviceFacts(vendor="any", name="any", arch="any", device_type=DEVICE.type)
@@ -136,15 +137,17 @@ def test_a_selection_is_the_topk_of_the_scores_however_many_rows_fit(queries: li
         want = bound(TOPK_SELECT, None)(logits, zeros, zeros + width, topk=count)
         assert ((want >= 0).sum(dim=1) == (logits > -math.inf).sum(dim=1).clamp(max=count)).all()
         for rows in limits:
-            monkeypatch.setattr(parts, "SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 2))
+            monkeypatch.setattr(parts, "SELECT_SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 2))
             assert parts.rows_at_a_time(tokens, width, topk.scratch_bytes(1, width, count)) <= rows
             out = torch.full((tokens, count), 7, dtype=torch.int32, device=DEVICE)
             assert torch.equal(bound(INDEXER_SELECT, kv)(*arguments, topk=count, out=out), want)
 
 
 def test_scratch_is_bounded_at_any_batch_and_context(monkeypatch: pytest.MonkeyPatch):
-    limit = parts.SCRATCH_BYTES
+    limit = parts.SELECT_SCRATCH_BYTES
     assert limit == 64 << 20
+    declared = SUPPORT[INDEXER_SELECT].workspace_bytes
+    assert declared is not None and declared(Request(INDEXER_SELECT, FACTS)) is limit, "the constant itself"
     for tokens in (1, 64, 4096, 70_000):
         for width in (64, 4096, 4160, 32_768, 163_840, 1 << 20):
             for count in (1, 2048, 4096):
@@ -179,7 +182,7 @@ def test_scores_have_all_scratch_where_another_topk_is_chosen(monkeypatch: pytes
 
     monkeypatch.setattr(bind_indexer, "bind_part", lambda request, own: choose)
     monkeypatch.setattr(topk, "scratch_bytes", lambda rows, width, count: rows << 20)
-    monkeypatch.setattr(parts, "SCRATCH_BYTES", (1 << 10) + 4 * 4 * (width + 2))
+    monkeypatch.setattr(parts, "SELECT_SCRATCH_BYTES", (1 << 10) + 4 * 4 * (width + 2))
     bound(INDEXER_SELECT)(*arguments, topk=3)
     assert seen == [4, 4]
 

@@ -121,7 +121,7 @@ def test_tokens_whose_positions_are_all_chosen_are_not_scored(emulated, first, c
 
 @pytest.mark.parametrize("scratch", [64 << 20, 40_000])
 def test_a_selection_in_parts_is_that_of_the_reference(emulated, monkeypatch, scratch):
-    monkeypatch.setattr(parts, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(parts, "SELECT_SCRATCH_BYTES", scratch)
     monkeypatch.setattr(indexer, "NativeTopkSelect", lambda request, starts_early: topk_reference)
     arguments = batch([70, 90], [70, 190], 3, holes=True, tail=1)
     asked = request(INDEXER_SELECT, 32, topk=40)
