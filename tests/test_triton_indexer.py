@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import oracle
@@ -213,6 +214,32 @@ def test_a_key_that_is_nan_is_never_chosen(kv: str):
         assert chosen[1, :33].tolist() == [*range(32), -1] and chosen[2, :33].tolist() == [*range(33)]
     for most in (8, 15, 19):  # the token sees more keys than it may choose
         assert 3 not in bound(INDEXER_SELECT, kv)(*(x.to(DEVICE) for x in arguments), topk=most)[0].tolist()
+
+
+@pytest.mark.parametrize(("kv", "name"), [*product(STORED, ["q", "weights", "keys"]), ("index_fp8", "key_scales")])
+def test_a_score_of_nan_is_minus_infinity(kv: str, name: str):
+    """Of a key, or of all that a token sees, from pages and of gathered keys."""
+    arguments = problem(3, 16, [2, 7], [20, 33], kv=kv)
+    keys, scales = torch.randn(33, 128).to(arguments[0].dtype), torch.rand(33) + 0.5
+    page, *page_scales = (part[int(arguments[5][1, 0])] for part in LAYOUTS[kv].parts(arguments[2]))
+    spoiled = {
+        "q": [arguments[0][4, 2]],
+        "weights": [arguments[1][4, 2:]],
+        "keys": [page[3], keys[3]],
+        "key_scales": [*(each[3] for each in page_scales), scales[3:4]],
+    }[name]
+    for numbers in spoiled:  # NaN of bfloat16 and of float32 has all bits set
+        numbers.view(torch.uint8)[-4:] = 0x7F if kv == "index_fp8" and name in ("q", "keys") else 0xFF
+    starts, ends = torch.zeros(9, dtype=torch.int32), torch.full((9,), 33, dtype=torch.int32)
+    gathered = [*arguments[:2], keys, scales if kv == "index_fp8" else None, starts, ends]
+    for primitive, given in ((INDEXER_LOGITS, arguments), (INDEXER_LOGITS_RAGGED, gathered)):
+        here = [None if x is None else x.to(DEVICE) for x in given]
+        got, want = (torch.full((9, 33), 7.0, device=DEVICE) for _ in range(2))
+        bound(primitive, kv)(*here, out=got)
+        primitive.reference(*here, out=want)
+        assert not want.isnan().any() and agree(got, want)
+        lost = want[4] if name in ("q", "weights") else want[2:, 3]
+        assert (lost == -math.inf).all() and (want[8, 4:] > -math.inf).any()
 
 
 @pytest.mark.parametrize("module", [indexer_cache_write, indexer_logits, indexer_logits_ragged, topk], ids=lambda m: m.__name__)

@@ -112,7 +112,7 @@ def decode_kernel(
             keys, scale = key_tile(cache_ptr, table_row, position, position < seen, num_blocks, block_stride, FORM, CACHE_BLOCK)
             keys, odd_keys = operands(keys, FORM, BF16_NATIVE)
             scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
-            scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there
+            scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there, or the score is
             if FILL:
                 tl.store(out_row + position, scores, mask=position < num_logits)
             else:
@@ -126,7 +126,7 @@ def decode_kernel(
 @triton.jit
 def _write(out_ptr, row, out_stride, position, scores, seen, num_logits, FILL: tl.constexpr):
     """A token's scores of a tile to its row: those that are seen, or with FILL all of them, -inf where not seen."""
-    scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there
+    scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there, or the score is
     if FILL:
         scores = tl.where(seen, scores, float("-inf"))
         written = position < num_logits

@@ -65,7 +65,7 @@ def ragged_kernel(
                 ahead = query_tile(q_ptr, tl.minimum(t + 1, last - 1), q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
                 weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
                 scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
-                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
+                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t)) & (scores == scores)  # not NaN
                 row = out_ptr + t.to(tl.int64) * out_stride
                 tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
                 t += 1
@@ -76,7 +76,7 @@ def ragged_kernel(
                 weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
                 q, odd_q = operands(q, FORM, BF16_NATIVE)
                 scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
-                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
+                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t)) & (scores == scores)  # not NaN
                 row = out_ptr + t.to(tl.int64) * out_stride
                 tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
     else:
