@@ -242,6 +242,23 @@ def test_a_score_of_nan_is_minus_infinity(kv: str, name: str):
         assert (lost == -math.inf).all() and (want[8, 4:] > -math.inf).any()
 
 
+@pytest.mark.parametrize("queries", [[1, 2], [9, 9]], ids=["decode", "prefill"])
+def test_heads_of_padding_add_nothing_to_the_score_of_an_infinite_key(queries: list[int]):
+    """Their queries are 0, and 0 times infinity is NaN."""
+    arguments = problem(3, 16, queries, [20, 33])
+    arguments[0].abs_()
+    arguments[1].abs_()
+    keys = torch.randn(33, 128).bfloat16()
+    arguments[2][int(arguments[5][0, 0]), 3], keys[3] = math.inf, math.inf
+    tokens = sum(queries)
+    ranges = torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), 33, dtype=torch.int32)
+    out = [torch.full((tokens, 33), math.nan, device=DEVICE) for _ in range(2)]
+    bound(INDEXER_LOGITS)(*(x.to(DEVICE) for x in arguments), out=out[0])
+    bound(INDEXER_LOGITS_RAGGED)(*(x.to(DEVICE) for x in arguments[:2]), keys.to(DEVICE), None, *ranges, out=out[1])
+    assert out[0][0, 3] == math.inf and (out[1][:, 3] == math.inf).all()
+    assert out[0][0, :3].isfinite().all() and out[1][:, 4:].isfinite().all()
+
+
 @pytest.mark.parametrize("module", [indexer_cache_write, indexer_logits, indexer_logits_ragged, topk], ids=lambda m: m.__name__)
 def test_variants_name_every_parameter(module: Any):
     for variant in module.aot_variants():

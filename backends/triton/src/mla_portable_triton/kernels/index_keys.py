@@ -244,7 +244,7 @@ def key_tile(
 
 
 @triton.jit
-def tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM: tl.constexpr):
+def tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, FORM: tl.constexpr):
     """[BLOCK_N] scores of `operands` of keys and of a token's queries."""
     dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, BLOCK_H] float32
     if FORM == _FP8_WORDS:
@@ -255,5 +255,8 @@ def tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM: tl.constexpr):
         dots = (dots + tl.abs(dots)) * weight[None, :]
         scale = scale * 0.5
     else:
-        dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+        dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if NUM_HEADS < BLOCK_H and FORM == _BF16:  # past the last head 0 times an infinite key is NaN; e4m3 has no infinity
+            dots = tl.where(tl.arange(0, BLOCK_H)[None, :] < NUM_HEADS, dots, 0.0)
+        dots = dots * weight[None, :]
     return tl.sum(dots, 1) * scale

@@ -111,7 +111,7 @@ def decode_kernel(
             position = begin + n  # [BLOCK_N]
             keys, scale = key_tile(cache_ptr, table_row, position, position < seen, num_blocks, block_stride, FORM, CACHE_BLOCK)
             keys, odd_keys = operands(keys, FORM, BF16_NATIVE)
-            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
+            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
             scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there, or the score is
             if FILL:
                 tl.store(out_row + position, scores, mask=position < num_logits)
@@ -177,7 +177,7 @@ def prefill_kernel(
                     q, odd_q = operands(ahead, FORM, BF16_NATIVE)
                     ahead = query_tile(q_ptr, tl.minimum(t + 1, stop - 1), q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
                     weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
-                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
+                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
                     seen = place <= t + after_own
                     _write(out_ptr, t - first_token, out_stride, position, scores, seen, num_logits, FILL)
                     t += 1
@@ -187,7 +187,7 @@ def prefill_kernel(
                     q = query_tile(q_ptr, t, q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
                     weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
                     q, odd_q = operands(q, FORM, BF16_NATIVE)
-                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
+                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
                     seen = place <= t + after_own
                     _write(out_ptr, t - first_token, out_stride, position, scores, seen, num_logits, FILL)
         elif FILL:

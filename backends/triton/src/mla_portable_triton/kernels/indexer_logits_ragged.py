@@ -64,7 +64,7 @@ def ragged_kernel(
                 q, odd_q = operands(ahead, FORM, BF16_NATIVE)
                 ahead = query_tile(q_ptr, tl.minimum(t + 1, last - 1), q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
                 weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
-                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
+                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
                 seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t)) & (scores == scores)  # not NaN
                 row = out_ptr + t.to(tl.int64) * out_stride
                 tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
@@ -75,7 +75,7 @@ def ragged_kernel(
                 q = query_tile(q_ptr, t, q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
                 weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
                 q, odd_q = operands(q, FORM, BF16_NATIVE)
-                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
+                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
                 seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t)) & (scores == scores)  # not NaN
                 row = out_ptr + t.to(tl.int64) * out_stride
                 tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
