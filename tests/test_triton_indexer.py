@@ -18,8 +18,8 @@ from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.layouts import LAYOUTS, index_query_dtype
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT, TOPK_SELECT
 from mla_portable.primitives import _select_in_parts as parts
-from mla_portable_triton import bind_indexer
-from mla_portable_triton.kernels import index_keys, indexer_cache_write, indexer_logits, indexer_logits_ragged
+from mla_portable_triton import bind_indexer, index_forms
+from mla_portable_triton.kernels import indexer_cache_write, indexer_logits, indexer_logits_ragged
 from mla_portable_triton.kernels import topk_select as topk
 from mla_portable_triton.kernels.indexer_logits import REQUEST_TILE
 from mla_portable_triton.support import SUPPORT
@@ -268,15 +268,15 @@ def test_variants_name_every_parameter(module: Any):
 @pytest.mark.parametrize(
     ("arch", "converts", "heads", "form"),
     [
-        ("sm80", False, 64, index_keys.FP8_WORDS),
-        ("sm89", True, 64, index_keys.FP8),
-        ("sm90", True, 8, index_keys.FP8),
-        ("sm120", True, 32, index_keys.FP8),
-        ("sm90", True, 7, index_keys.FP8_WORDS),
-        ("sm90", False, 64, index_keys.FP8_WORDS),
-        ("gfx942", False, 64, index_keys.FP8_DECODED),
-        ("gfx950", True, 64, index_keys.FP8_DECODED),
-        ("ivcore11", False, 64, index_keys.FP8_DECODED),
+        ("sm80", False, 64, index_forms.FP8_WORDS),
+        ("sm89", True, 64, index_forms.FP8),
+        ("sm90", True, 8, index_forms.FP8),
+        ("sm120", True, 32, index_forms.FP8),
+        ("sm90", True, 7, index_forms.FP8_WORDS),
+        ("sm90", False, 64, index_forms.FP8_WORDS),
+        ("gfx942", False, 64, index_forms.FP8_DECODED),
+        ("gfx950", True, 64, index_forms.FP8_DECODED),
+        ("ivcore11", False, 64, index_forms.FP8_DECODED),
     ],
 )
 def test_e4m3_bytes_are_multiplied_as_they_are_where_matrix_units_take_them(
@@ -284,7 +284,7 @@ def test_e4m3_bytes_are_multiplied_as_they_are_where_matrix_units_take_them(
 ):
     monkeypatch.setattr(bind_indexer, "interpreter_is_on", lambda: False)
     facts = DeviceFacts(vendor="any", name="any", arch=arch, has_fp8_conversion=converts)
-    for kv, expected in (("index_fp8", form), ("index_bf16", index_keys.BF16)):
+    for kv, expected in (("index_fp8", form), ("index_bf16", index_forms.BF16)):
         assert bind_indexer._numbers(Request(INDEXER_LOGITS, facts, kv_layout=kv, num_heads=heads)).form == expected
 
 

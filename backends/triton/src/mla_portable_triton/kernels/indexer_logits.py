@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable_triton import index_forms
 from mla_portable_triton.aot import AotVariant, variant
-from mla_portable_triton.kernels import index_keys
 from mla_portable_triton.kernels.index_keys import (
     REQUEST_TILE,
     Numbers,
@@ -257,7 +257,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         "weight_ptr": "*fp32",
         "out_ptr": "*fp32",
     }
-    quantized = index_keys.form_of(True, arch, e4m3_native, 64)
+    quantized = index_forms.form_of(True, arch, e4m3_native, 64)
     return [
         variant(
             kernel, f"indexer_logits-{name}-{word}{use}", tiles.num_warps, max_registers=tiles.max_registers,
@@ -266,7 +266,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
             DCP_SIZE=2 if use == "-dcp" else 1, DCP_RANK=1 if use == "-dcp" else 0, INTERLEAVE=1,
         )
         for kernel, name, table in ((decode_kernel, "decode", DECODE), (prefill_kernel, "prefill", PREFILL))
-        for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
+        for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_forms.BF16, "*bf16"))
         for tiles in (tiles_of(table, arch, form),)
         for tokens in ({"REPEAT": tiles.tokens} if tiles.tokens else {},)
         for use in ("", "-fill", *(("-dcp",) if word == "fp8" else ()))
