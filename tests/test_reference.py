@@ -16,7 +16,7 @@ import mla_portable.reference
 from mla_portable.conformance import run_suite
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request
 from mla_portable.primitives._reference import CacheRows
-from mla_portable.primitives._select_in_parts import SCRATCH_BYTES
+from mla_portable.primitives._select_in_parts import SELECT_SCRATCH_BYTES
 from mla_portable.registry import Registry
 
 INT_MAX = 2**31 - 1
@@ -230,4 +230,4 @@ before = largest(2)
 print(largest(columns) - before)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(run.stdout) <= SCRATCH_BYTES >> 10
+    assert int(run.stdout) <= SELECT_SCRATCH_BYTES >> 10

@@ -194,6 +194,17 @@ def test_an_import_of_an_absent_module_is_found(tmp_path: Path):
     assert absent_imports(path, {"mla_portable.here"}) == {"mla_portable.gone"}
 
 
+def test_no_bound_on_scratch_is_defined_twice():
+    """A second constant of the same name and value would not follow a change of the first."""
+    defined = Counter(
+        (ast.unparse(node.target), ast.unparse(node.value))
+        for path in SOURCES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target).endswith("SCRATCH_BYTES")
+    )
+    assert ("SELECT_SCRATCH_BYTES", "64 << 20") in defined and set(defined.values()) == {1}, defined
+
+
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_plugin_imports_the_contracts_alone(plugin: str):
     for path in (ROOT / "backends" / plugin / "src").rglob("*.py"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import oracle
@@ -17,10 +18,11 @@ from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.layouts import LAYOUTS, index_query_dtype
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT, TOPK_SELECT
 from mla_portable.primitives import _select_in_parts as parts
-from mla_portable_triton import bind_indexer
-from mla_portable_triton.kernels import index_keys, indexer_cache_write, indexer_logits, indexer_logits_ragged
+from mla_portable_triton import bind_indexer, index_forms
+from mla_portable_triton.kernels import indexer_cache_write, indexer_logits, indexer_logits_ragged
 from mla_portable_triton.kernels import topk_select as topk
 from mla_portable_triton.kernels.indexer_logits import REQUEST_TILE
+from mla_portable_triton.support import SUPPORT
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FACTS = DeviceFacts(vendor="any", name="any", arch="any", device_type=DEVICE.type)
@@ -136,15 +138,17 @@ def test_a_selection_is_the_topk_of_the_scores_however_many_rows_fit(queries: li
         want = bound(TOPK_SELECT, None)(logits, zeros, zeros + width, topk=count)
         assert ((want >= 0).sum(dim=1) == (logits > -math.inf).sum(dim=1).clamp(max=count)).all()
         for rows in limits:
-            monkeypatch.setattr(parts, "SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 2))
+            monkeypatch.setattr(parts, "SELECT_SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 2))
             assert parts.rows_at_a_time(tokens, width, topk.scratch_bytes(1, width, count)) <= rows
             out = torch.full((tokens, count), 7, dtype=torch.int32, device=DEVICE)
             assert torch.equal(bound(INDEXER_SELECT, kv)(*arguments, topk=count, out=out), want)
 
 
 def test_scratch_is_bounded_at_any_batch_and_context(monkeypatch: pytest.MonkeyPatch):
-    limit = parts.SCRATCH_BYTES
+    limit = parts.SELECT_SCRATCH_BYTES
     assert limit == 64 << 20
+    declared = SUPPORT[INDEXER_SELECT].workspace_bytes
+    assert declared is not None and declared(Request(INDEXER_SELECT, FACTS)) is limit, "the constant itself"
     for tokens in (1, 64, 4096, 70_000):
         for width in (64, 4096, 4160, 32_768, 163_840, 1 << 20):
             for count in (1, 2048, 4096):
@@ -179,7 +183,7 @@ def test_scores_have_all_scratch_where_another_topk_is_chosen(monkeypatch: pytes
 
     monkeypatch.setattr(bind_indexer, "bind_part", lambda request, own: choose)
     monkeypatch.setattr(topk, "scratch_bytes", lambda rows, width, count: rows << 20)
-    monkeypatch.setattr(parts, "SCRATCH_BYTES", (1 << 10) + 4 * 4 * (width + 2))
+    monkeypatch.setattr(parts, "SELECT_SCRATCH_BYTES", (1 << 10) + 4 * 4 * (width + 2))
     bound(INDEXER_SELECT)(*arguments, topk=3)
     assert seen == [4, 4]
 
@@ -212,6 +216,49 @@ def test_a_key_that_is_nan_is_never_chosen(kv: str):
         assert 3 not in bound(INDEXER_SELECT, kv)(*(x.to(DEVICE) for x in arguments), topk=most)[0].tolist()
 
 
+@pytest.mark.parametrize(("kv", "name"), [*product(STORED, ["q", "weights", "keys"]), ("index_fp8", "key_scales")])
+def test_a_score_of_nan_is_minus_infinity(kv: str, name: str):
+    """Of a key, or of all that a token sees, from pages and of gathered keys."""
+    arguments = problem(3, 16, [2, 7], [20, 33], kv=kv)
+    keys, scales = torch.randn(33, 128).to(arguments[0].dtype), torch.rand(33) + 0.5
+    page, *page_scales = (part[int(arguments[5][1, 0])] for part in LAYOUTS[kv].parts(arguments[2]))
+    spoiled = {
+        "q": [arguments[0][4, 2]],
+        "weights": [arguments[1][4, 2:]],
+        "keys": [page[3], keys[3]],
+        "key_scales": [*(each[3] for each in page_scales), scales[3:4]],
+    }[name]
+    for numbers in spoiled:  # NaN of bfloat16 and of float32 has all bits set
+        numbers.view(torch.uint8)[-4:] = 0x7F if kv == "index_fp8" and name in ("q", "keys") else 0xFF
+    starts, ends = torch.zeros(9, dtype=torch.int32), torch.full((9,), 33, dtype=torch.int32)
+    gathered = [*arguments[:2], keys, scales if kv == "index_fp8" else None, starts, ends]
+    for primitive, given in ((INDEXER_LOGITS, arguments), (INDEXER_LOGITS_RAGGED, gathered)):
+        here = [None if x is None else x.to(DEVICE) for x in given]
+        got, want = (torch.full((9, 33), 7.0, device=DEVICE) for _ in range(2))
+        bound(primitive, kv)(*here, out=got)
+        primitive.reference(*here, out=want)
+        assert not want.isnan().any() and agree(got, want)
+        lost = want[4] if name in ("q", "weights") else want[2:, 3]
+        assert (lost == -math.inf).all() and (want[8, 4:] > -math.inf).any()
+
+
+@pytest.mark.parametrize("queries", [[1, 2], [9, 9]], ids=["decode", "prefill"])
+def test_heads_of_padding_add_nothing_to_the_score_of_an_infinite_key(queries: list[int]):
+    """Their queries are 0, and 0 times infinity is NaN."""
+    arguments = problem(3, 16, queries, [20, 33])
+    arguments[0].abs_()
+    arguments[1].abs_()
+    keys = torch.randn(33, 128).bfloat16()
+    arguments[2][int(arguments[5][0, 0]), 3], keys[3] = math.inf, math.inf
+    tokens = sum(queries)
+    ranges = torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), 33, dtype=torch.int32)
+    out = [torch.full((tokens, 33), math.nan, device=DEVICE) for _ in range(2)]
+    bound(INDEXER_LOGITS)(*(x.to(DEVICE) for x in arguments), out=out[0])
+    bound(INDEXER_LOGITS_RAGGED)(*(x.to(DEVICE) for x in arguments[:2]), keys.to(DEVICE), None, *ranges, out=out[1])
+    assert out[0][0, 3] == math.inf and (out[1][:, 3] == math.inf).all()
+    assert out[0][0, :3].isfinite().all() and out[1][:, 4:].isfinite().all()
+
+
 @pytest.mark.parametrize("module", [indexer_cache_write, indexer_logits, indexer_logits_ragged, topk], ids=lambda m: m.__name__)
 def test_variants_name_every_parameter(module: Any):
     for variant in module.aot_variants():
@@ -221,15 +268,15 @@ def test_variants_name_every_parameter(module: Any):
 @pytest.mark.parametrize(
     ("arch", "converts", "heads", "form"),
     [
-        ("sm80", False, 64, index_keys.FP8_WORDS),
-        ("sm89", True, 64, index_keys.FP8),
-        ("sm90", True, 8, index_keys.FP8),
-        ("sm120", True, 32, index_keys.FP8),
-        ("sm90", True, 7, index_keys.FP8_WORDS),
-        ("sm90", False, 64, index_keys.FP8_WORDS),
-        ("gfx942", False, 64, index_keys.FP8_DECODED),
-        ("gfx950", True, 64, index_keys.FP8_DECODED),
-        ("ivcore11", False, 64, index_keys.FP8_DECODED),
+        ("sm80", False, 64, index_forms.FP8_WORDS),
+        ("sm89", True, 64, index_forms.FP8),
+        ("sm90", True, 8, index_forms.FP8),
+        ("sm120", True, 32, index_forms.FP8),
+        ("sm90", True, 7, index_forms.FP8_WORDS),
+        ("sm90", False, 64, index_forms.FP8_WORDS),
+        ("gfx942", False, 64, index_forms.FP8_DECODED),
+        ("gfx950", True, 64, index_forms.FP8_DECODED),
+        ("ivcore11", False, 64, index_forms.FP8_DECODED),
     ],
 )
 def test_e4m3_bytes_are_multiplied_as_they_are_where_matrix_units_take_them(
@@ -237,7 +284,7 @@ def test_e4m3_bytes_are_multiplied_as_they_are_where_matrix_units_take_them(
 ):
     monkeypatch.setattr(bind_indexer, "interpreter_is_on", lambda: False)
     facts = DeviceFacts(vendor="any", name="any", arch=arch, has_fp8_conversion=converts)
-    for kv, expected in (("index_fp8", form), ("index_bf16", index_keys.BF16)):
+    for kv, expected in (("index_fp8", form), ("index_bf16", index_forms.BF16)):
         assert bind_indexer._numbers(Request(INDEXER_LOGITS, facts, kv_layout=kv, num_heads=heads)).form == expected
 
 

@@ -12,6 +12,7 @@ import pytest
 from machines import PROFILES
 
 from mla_portable.contracts import DeviceFacts
+from mla_portable_triton import index_forms
 from mla_portable_triton.attention_configs import CONFIGS as ATTENTION
 from mla_portable_triton.attention_configs import attention_config, shared_memory
 from mla_portable_triton.kernels import index_keys, indexer_logits, masked_prefill
@@ -91,5 +92,5 @@ def indexer_tiles(device: DeviceFacts, form: int) -> list[index_keys.Tiles]:
 @pytest.mark.parametrize("slug", KIB_99)
 def test_fp8_keys_of_the_indexer_have_more_positions_than_the_default(slug: str) -> None:
     device = PROFILES[slug].device_facts()
-    form = index_keys.form_of(True, device.arch, device.has_fp8_conversion, 64)
+    form = index_forms.form_of(True, device.arch, device.has_fp8_conversion, 64)
     assert all(tiles.positions >= 128 for tiles in indexer_tiles(device, form))

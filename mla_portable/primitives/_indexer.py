@@ -84,10 +84,14 @@ def query_values(q: Tensor, dtype: torch.dtype) -> Tensor:
     return q.float().to(dtype)
 
 
-def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """[n, K] of the dtype of `keys` [K, 128], for n tokens: q [n, H, 128], weights [n, H] float32."""
+def scores(q: Tensor, weights: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+    """[n, K] of the dtype of `keys` [K, 128]: -inf where a token does not see the key, and where the score is NaN.
+
+    For n tokens: q [n, H, 128], weights [n, H] float32, seen [n, K] bool.
+    """
     each = products(query_values(q, keys.dtype), keys).relu_()  # [n, H, K]
-    return each.mul_(weights.to(keys.dtype).unsqueeze(-1)).sum(dim=1)
+    found = each.mul_(weights.to(keys.dtype).unsqueeze(-1)).sum(dim=1)
+    return found.masked_fill_(~seen | found.isnan(), -math.inf)
 
 
 def seen_scores(
@@ -102,7 +106,7 @@ def seen_scores(
     dtype: torch.dtype = torch.float64,
     share: ContextShare = WHOLE,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Tokens, and their scores [n, positions] of `dtype`: -inf where a token does not see, or the position has no block.
+    """Tokens, and their scores [n, positions] of `dtype`: -inf where a token sees nothing, without a block, and for NaN.
 
     Tokens that see nothing are left out. width: no position from there on is scored. share: what the cache holds; scores are of
     own positions, in order. Synchronises the host on a GPU.
@@ -127,7 +131,7 @@ def seen_scores(
             for position, columns in zip(tiles, found.split(_CHUNK_KEYS, dim=1), strict=True):
                 values, valid = keys[0] if keys else _keys(rows, index_cache, block_table[request], position, dtype)
                 inside = valid & (share.positions(position) <= token + after_own)
-                columns.copy_(torch.where(inside, scores(q[some], weights[some], values), -math.inf))
+                columns.copy_(scores(q[some], weights[some], values, inside))
             yield some, found
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.primitives.topk_select import TopkSelect
 
-SCRATCH_BYTES: Final = 64 << 20
-"""What indexer_select may allocate besides its result."""
+SELECT_SCRATCH_BYTES: Final = 64 << 20
+"""Bytes that one call of indexer_select may allocate besides its result."""
 _ROUNDING: Final = 1 << 10
 """What an allocator may round two tensors up by."""
 
@@ -52,7 +52,7 @@ def rows_at_a_time(num_tokens: int, num_logits: int, beside: int = 0) -> int:
     Args:
         beside: bytes that the top-k takes for each.
     """
-    most = max(1, (SCRATCH_BYTES - _ROUNDING) // (4 * (num_logits + 2) + beside))
+    most = max(1, (SELECT_SCRATCH_BYTES - _ROUNDING) // (4 * (num_logits + 2) + beside))
     return -(-num_tokens // -(-num_tokens // most))
 
 

@@ -34,7 +34,7 @@ class IndexerLogits(Protocol):
     Values that do not ascend give unspecified scores, and no access outside of the arguments.
     Returns out [T, N] float32: out[t, s] = sum_h weights[t, h] * max(q[t, h] . k[s], 0) for positions s up to the token's
     own. All else is -inf: later positions, those without a block in the cache, and tokens that belong to no request.
-    A score that is NaN, of a key, query or weight, is stored as NaN or as -inf: neither is ever selected.
+    So is a score that is NaN, of a key, query or weight; max(NaN, 0) is NaN.
     """
 
     def __call__(
@@ -76,7 +76,7 @@ def indexer_logits(
         out: [T, N] float32, written; column s is position s of the token's request.
         backend: see `mla_portable.primitives`.
     Returns: `out` = sum over heads of weights * max(q.k, 0); -inf where a token sees no key: past its own position, without
-        a block, or where the token belongs to no request.
+        a block, or where the token belongs to no request. A score that is NaN is -inf.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
     """
     facts = check(q, weights, index_cache, query_start_loc, seq_lens, block_table, out)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Final, Protocol
 
@@ -44,7 +43,7 @@ class IndexerLogitsRagged(Protocol):
     q [T, H, 128] and weights [T, H] float32; keys [N, 128] bf16 with q in bf16 and key_scales None, or keys in e4m3 with
     key_scales [N] float32 and q in e4m3, its scales in `weights`; row_starts, row_ends [T] int32, clamped to [0, N].
     Returns out [T, N] float32: out[t, s] = sum_h weights[t, h] * max(q[t, h] . k[s], 0), where k[s] is multiplied by its scale,
-    for row_starts[t] <= s < row_ends[t]; -inf elsewhere.
+    for row_starts[t] <= s < row_ends[t]; -inf elsewhere, and where the score is NaN, as in `IndexerLogits`.
     """
 
     def __call__(
@@ -131,7 +130,7 @@ def reference(
     for begin in range(0, q.shape[0], step):
         rows = slice(begin, begin + step)
         seen = (column >= row_starts[rows].unsqueeze(1)) & (column < row_ends[rows].unsqueeze(1))
-        out[rows] = torch.where(seen, scores(q[rows], weights[rows], values), -math.inf)
+        out[rows] = scores(q[rows], weights[rows], values, seen)
     return out
 
 

@@ -27,14 +27,19 @@ from mla_portable.engine.index_keys import facts_of_pages, kind_of_pages
 from mla_portable.engine.routing import bind_for, in_words, pairs
 from mla_portable.engine.serving import publish
 from mla_portable.layouts import E4M3_MAX, INDEX_FP8, INDEX_HEAD_SIZE
-from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT, TOPK_SELECT, IndexerCacheWrite, IndexerSelect
+from mla_portable.primitives import (
+    INDEXER_CACHE_WRITE,
+    INDEXER_SELECT,
+    SELECT_SCRATCH_BYTES,
+    TOPK_SELECT,
+    IndexerCacheWrite,
+    IndexerSelect,
+)
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
 from mla_portable.vllm.context_parallel import gather_from_ranks
 from mla_portable.vllm.model import BLOCK_SIZE
 
-SCRATCH_BYTES: Final = 64 << 20
-"""indexer_select's most, which the memory profile is to see."""
 _VALUE: Final = 256.0
 """e4m3 holds it with both formats of scales: 256 * 1 and 448 * (256 / 448)."""
 _OURS: Final = {"ue8m0": "pow2"}
@@ -155,8 +160,8 @@ class IndexerServer:
     def scratch_bytes(self, num_tokens: int) -> int:
         """What `choose` may allocate for a step, which the memory profile is to see."""
         if self.merge is None:
-            return SCRATCH_BYTES
-        return 4 * num_tokens * self.topk + max(SCRATCH_BYTES, self.merge.nbytes(num_tokens))
+            return SELECT_SCRATCH_BYTES
+        return 4 * num_tokens * self.topk + max(SELECT_SCRATCH_BYTES, self.merge.nbytes(num_tokens))
 
 
 def _servers() -> dict[tuple[object, ...], IndexerServer]:

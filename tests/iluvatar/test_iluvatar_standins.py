@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from corex_machine import BI_V150, GENERATIONS, NEWEST, installed, registry
@@ -69,6 +71,19 @@ def test_an_op_without_lse_is_passed_over_only_where_one_is_asked_for():
     assert chosen.name == "iluvatar.flash_mla_sparse_v2_lse"
     plain = next(v for v in decision.verdicts if v.implementation == "iluvatar.flash_mla_sparse_v2")
     assert [reason.subject for reason in plain.reasons] == ["lse"]
+
+
+@pytest.mark.parametrize(("generation", "variant"), [("corex 4.2", "dsa_indexer_logits"), ("corex 4.5", "block_sparse_logits")])
+def test_a_score_of_nan_is_minus_infinity(generation, variant):
+    q, weights, cache = torch.randn(3, 64, 128).bfloat16(), torch.randn(3, 64), torch.randn(2, 16, 128).bfloat16()
+    cache[1, 5, 100], weights[2, 7] = math.nan, math.nan
+    table, (starts, lengths) = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([[0, 3], [20, 0]], dtype=torch.int32)
+    with installed(GENERATIONS[generation]):
+        bound = registry().bind(request_for("indexer_logits"), backend=f"iluvatar.{variant}")
+        out = bound(q, weights, cache, starts, lengths[:1], table, out=torch.empty(3, 20))
+    expected = torch.arange(20) < torch.tensor([[18], [19], [0]])
+    expected[:, 5] = False
+    assert torch.equal(out > -math.inf, expected) and not out.isnan().any()
 
 
 def test_graphs_are_not_claimed():

@@ -158,7 +158,7 @@ def test_queries_at_odd_addresses_are_copied(models):
 
 @pytest.mark.parametrize("scratch", [64 << 20, 4096])
 def test_select_takes_the_tokens_in_parts_that_fit_its_scratch(models, monkeypatch, scratch):
-    monkeypatch.setattr(parts, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(parts, "SELECT_SCRATCH_BYTES", scratch)
     arguments = problem([9, 6], [150, 192])
     got = indexer.bind_indexer_select(request(INDEXER_SELECT, topk=64))(*arguments, topk=64)
     assert torch.equal(got, select_reference(*arguments, topk=64, dtype=torch.float32))
@@ -187,6 +187,7 @@ def test_what_is_declared():
     logits, select = indexer_implementations()
     assert logits.support.archs == select.support.archs == ("sm90",) and A100.arch not in logits.support.archs
     assert logits.support.min_shared_memory == max(build.shared_bytes for build in BUILDS)
+    assert select.support.workspace_bytes(request(INDEXER_SELECT)) is parts.SELECT_SCRATCH_BYTES
     for each in (logits, select):
         assert not each.support.batch_invariant, "decode and prefill add up a score in orders of their own"
 

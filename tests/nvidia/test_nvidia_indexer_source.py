@@ -13,6 +13,7 @@ from indexer_model import EmulatedPrefill
 from source_on_cpu import COMPILER
 from test_nvidia_indexer_logits import problem, request
 
+from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT
 from mla_portable.primitives import _select_in_parts as parts
 from mla_portable.primitives.indexer_logits import reference
@@ -72,14 +73,18 @@ def test_every_score_is_written_once_by_any_number_of_blocks(emulated, name, sms
     assert emulated.kernel.grids[0][0] <= sms
 
 
-def test_a_key_of_nan_scores_nan_which_is_never_chosen(emulated):
-    """As `fmaxf` would not: it makes 0 of NaN."""
+@pytest.mark.parametrize("where", ["code", "scale", "query", "weight"])
+def test_a_score_of_nan_is_minus_infinity(emulated, where):
+    """Of a key, or of all that a token sees. `fmaxf` would make 0 of a product that is NaN."""
     arguments = batch([70], [100], 2)
-    arguments[2][int(arguments[5][0, 0]), 0].view(-1)[:1] = 0x7F  # the first code of a page is of its first key
-    out = torch.empty(70, 128)
+    codes, scales = INDEX_FP8.parts(arguments[2][int(arguments[5][0, 0])].unsqueeze(0))
+    number = {"code": codes[0, 3], "scale": scales[0, 3], "query": arguments[0][40, 7], "weight": arguments[1][40, 7:8]}[where]
+    number.view(torch.uint8)[-4:] = 0x7F if where in ("code", "query") else 0xFF
+    out, want = torch.empty(70, 128), reference(*arguments, out=torch.empty(70, 128))
     scores_of(emulated, INDEXER_LOGITS, 3)(out, None, *arguments)
-    assert out[:, 0].isnan().all() and not out[:, 1:].isnan().any()
-    assert 0 not in topk_reference(out, torch.zeros(70, dtype=torch.int32), torch.full((70,), 128), topk=128)
+    assert torch.equal(out == -math.inf, want == -math.inf) and not out.isnan().any()
+    lost = out[:, 3] if where in ("code", "scale") else out[40]
+    assert (lost == -math.inf).all() and (out[69, 4:] > -math.inf).any()
 
 
 @pytest.mark.parametrize("first_token", [0, INT32_MIN])
@@ -121,7 +126,7 @@ def test_tokens_whose_positions_are_all_chosen_are_not_scored(emulated, first, c
 
 @pytest.mark.parametrize("scratch", [64 << 20, 40_000])
 def test_a_selection_in_parts_is_that_of_the_reference(emulated, monkeypatch, scratch):
-    monkeypatch.setattr(parts, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(parts, "SELECT_SCRATCH_BYTES", scratch)
     monkeypatch.setattr(indexer, "NativeTopkSelect", lambda request, starts_early: topk_reference)
     arguments = batch([70, 90], [70, 190], 3, holes=True, tail=1)
     asked = request(INDEXER_SELECT, 32, topk=40)

@@ -186,14 +186,15 @@ def test_finish_and_erase(name: str, more: int):
     rows, batch = described(name, IndexPasses())
     tokens, width = len(rows.ends), batch.width
     logits = torch.randn(tokens, width + 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)[:, :width]
+    logits[:, ::7] = math.nan
     out, erased = twice(7.0, tokens, width + more + 5), torch.stack([logits, logits])
     apart = replace(rows, owners=rows.owners.where(rows.ends > 0, 0))
     for passes, mine, same in zip((IndexPasses(), TorchIndexPasses()), out, erased, strict=True):
         passes.finish(mine[:, :-5], logits, apart, batch)
         passes.erase(same, apart, batch)
-    assert torch.equal(*out)
+    assert torch.equal(*out) and (out[:, :, :-5:7][:, :, : -(-width // 7)] == -math.inf).all()
     seen = torch.arange(width, device=DEVICE) < rows.ends.unsqueeze(1)
-    assert torch.equal(erased[0][seen], erased[1][seen])
+    torch.testing.assert_close(erased[0][seen], erased[1][seen], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -202,7 +203,8 @@ def test_window(columns: int, relative: bool):
     starts = int32(0, -7, 5, columns - 1, columns + 9, 2, INT32_MIN, 5, INT32_MAX)
     ends = int32(columns, columns + 100, 5, columns, columns + 20, 1, INT32_MAX, INT32_MIN, INT32_MIN + 1)
     logits = torch.randn(9, columns + 3, generator=torch.Generator().manual_seed(0)).to(DEVICE)[:, :columns]
+    logits[:, 1::3] = math.nan
     out = twice(7.0, 9, columns + 5)
     for passes, mine in zip((IndexPasses(), TorchIndexPasses()), out, strict=True):
         passes.window(mine[:, :-5], logits, starts, ends, relative)
-    assert torch.equal(*out)
+    assert torch.equal(*out) and not out.isnan().any()

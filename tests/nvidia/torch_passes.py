@@ -95,7 +95,7 @@ class TorchIndexPasses(index_pass_kernels.IndexPasses):
 
     def finish(self, out, logits, rows, pages):
         out.fill_(-math.inf)
-        out[:, : pages.width].copy_(logits)
+        out[:, : pages.width].copy_(logits.masked_fill(logits.isnan(), -math.inf))
         self.erase(out[:, : pages.width], rows, pages)
 
     def erase(self, logits, rows, pages):
@@ -109,4 +109,4 @@ class TorchIndexPasses(index_pass_kernels.IndexPasses):
         inside = (column >= starts) & (column < row_ends.unsqueeze(1))
         if relative:
             logits = logits.gather(1, torch.where(inside, column - starts, 0))
-        out.copy_(logits.masked_fill(~inside, -math.inf))
+        out.copy_(logits.masked_fill(~inside | logits.isnan(), -math.inf))

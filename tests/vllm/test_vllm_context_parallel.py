@@ -17,6 +17,7 @@ from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 from vllm_engine import BLOCK, HEADS, LATENT, ROPE, TOPK, expected, make_config, make_engine, make_step
 
 import mla_portable
+from mla_portable import primitives
 from mla_portable.attention import SelectionMerge
 from mla_portable.contracts import ContextShare
 from mla_portable.vllm import auto, compat, context_parallel, indexer, indexer_choice, model, plugin, settings
@@ -223,8 +224,8 @@ def test_the_profile_sees_the_scratch_of_a_merge():
     share, cpu = ContextShare(2), torch.device("cpu")
     merge = SelectionMerge(share, TOPK, never, never, cpu)
     server = indexer.IndexerServer(never, None, merge, True, TOPK, BLOCK, "ue8m0", share, lambda: False)
-    assert server.scratch_bytes(160) == 4 * 160 * TOPK + indexer.SCRATCH_BYTES
-    assert server.scratch_bytes(1 << 20) > 4 * TOPK * (1 << 20) + 2 * indexer.SCRATCH_BYTES
+    assert server.scratch_bytes(160) == 4 * 160 * TOPK + primitives.SELECT_SCRATCH_BYTES
+    assert server.scratch_bytes(1 << 20) > 4 * TOPK * (1 << 20) + 2 * primitives.SELECT_SCRATCH_BYTES
 
 
 def test_the_builder_may_be_told_of_varying_query_lengths():

@@ -18,7 +18,7 @@ from vllm.forward_context import set_forward_context
 from vllm_engine import CPU
 from vllm_indexer import BLOCK, HEADS, NAME, TOPK, WIDTH, call, check, make_batch, make_indexer, run, without_kernels
 
-from mla_portable import use
+from mla_portable import primitives, use
 from mla_portable.contracts import ContextShare, InvalidArgument
 from mla_portable.vllm import indexer, indexer_choice, indexer_seams, settings
 
@@ -140,14 +140,14 @@ def test_profiling_binds_and_shows_its_scratch(monkeypatch: pytest.MonkeyPatch):
 
     def spy(*size: Any, **options: Any) -> torch.Tensor:
         taken.append(size[0])
-        return empty(*(1 if size[0] == indexer.SCRATCH_BYTES else each for each in size), **options)
+        return empty(*(1 if size[0] == primitives.SELECT_SCRATCH_BYTES else each for each in size), **options)
 
     monkeypatch.setattr(torch, "empty", spy)
     compiled: list[tuple[Any, ...]] = []
     monkeypatch.setattr(indexer, "_run_once", lambda select, *kind: compiled.append(kind))
     monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
     assert call(engine, step, None) is not None
-    assert indexer.SCRATCH_BYTES in taken and compiled == [(HEADS, TOPK, CPU, ContextShare())]
+    assert primitives.SELECT_SCRATCH_BYTES in taken and compiled == [(HEADS, TOPK, CPU, ContextShare())]
     assert [key[:5] for key in indexer._servers()] == [(CPU, HEADS, TOPK, "ue8m0", ContextShare())]
     assert (engine.topk == 77).all()
 

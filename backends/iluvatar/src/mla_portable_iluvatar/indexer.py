@@ -2,7 +2,8 @@
 """indexer_logits through the vendor's block-wise MQA logits, which know bf16 keys, bf16 weights and lengths as running sums.
 
 The ops score positions of a request into columns of its tokens' rows. What they leave where a token sees nothing is nowhere
-stated, so that is -inf afterwards whatever it was; a block that is not there is read as block 0 and its scores replaced.
+stated, so that is -inf afterwards whatever it was, and so is a score of NaN; a block that is not there is read as block 0 and
+its scores replaced. Whether the ops' ReLU keeps NaN is not known.
 Tokens that belong to no request are passed as one more request before the first and one after the last: the ops get running
 sums from 0 to T whatever `query_start_loc` says. No request has less context than tokens. Which longest query and
 context an op takes is known only on the device, so it gets bounds that the host knows: all tokens, and all
@@ -111,7 +112,8 @@ def bind_indexer_logits(op: Op, *, call: LogitsCall) -> Callable[..., Tensor]:
         width = min(capacity, out.shape[1])
         position = torch.arange(width, dtype=torch.int64, device=q.device)
         seen = (position <= own.unsqueeze(1)) & present[owner][:, position // block_size]
-        out[:, :width] = torch.where(seen, logits[:, :width], -math.inf)
+        scores = logits[:, :width]
+        out[:, :width] = torch.where(seen & ~scores.isnan(), scores, -math.inf)
         return out
 
     return indexer_logits

@@ -2,7 +2,7 @@
 """The passes around DeepGEMM's scores that give them this project's one meaning, one Triton kernel each.
 
 Before: what each token sees, and a length and a table of blocks for each row of the kernel. DeepGEMM reads a row of its own for
-each token, follows any entry of a table and takes lengths as they are. After: -inf wherever a token sees nothing.
+each token, follows any entry of a table and takes lengths as they are. After: -inf wherever a token sees nothing, and for NaN.
 
 describe   reads the batch once for each row, writes 4 bytes for each block that the row needs
 finish     4 bytes read and 4 written a score, beside the 132 that a score of one token costs to compute: 6 % of its traffic
@@ -82,6 +82,7 @@ def _finish_kernel(
     block = tl.load(table_row + position // PAGE, mask=seen, other=-1)  # [BLOCK_N]
     there = (block >= 0) & (block < num_blocks)
     scores = tl.load(logits_ptr + row * logits_stride + position, mask=there, other=float("-inf"))  # [BLOCK_N]
+    scores = tl.where(scores == scores, scores, float("-inf"))
     tl.store(out_ptr + row * out_stride + position, scores, mask=position < num_logits)
 
 
@@ -118,6 +119,7 @@ def _window_kernel(
     if RELATIVE:
         source -= start
     scores = tl.load(source, mask=inside, other=float("-inf"))  # [BLOCK_N]
+    scores = tl.where(scores == scores, scores, float("-inf"))
     tl.store(out_ptr + row * out_stride + column, scores, mask=column < num_logits)
 
 
@@ -138,7 +140,7 @@ class IndexPasses:
         )  # fmt: skip
 
     def finish(self, out: Tensor, logits: Tensor, rows: Rows, pages: Pages) -> None:
-        """Copy logits [n, width] float32 to out [n, N]: what a token sees and has a block in the cache; -inf elsewhere."""
+        """Copy logits [n, width] float32 to out [n, N]: what a token sees and has a block; else, and for NaN, -inf."""
         num_tokens, num_logits = out.shape
         _finish(
             (num_tokens, triton.cdiv(num_logits, _BLOCK_N)),
@@ -160,7 +162,7 @@ class IndexPasses:
         )  # fmt: skip
 
     def window(self, out: Tensor, logits: Tensor, row_starts: Tensor, row_ends: Tensor, relative: bool) -> None:
-        """Copy logits [n, N] float32 to out [n, N]: columns from row_starts to row_ends, [n] int32; -inf elsewhere.
+        """Copy logits [n, N] float32 to out [n, N]: columns row_starts to row_ends, [n] int32; else, and for NaN, -inf.
 
         relative: column 0 of logits is column max(row_start, 0) of `out`.
         """

@@ -22,6 +22,7 @@ from mla_portable.primitives import (
     TopkSelect,
     bind_part,
 )
+from mla_portable_triton.index_forms import FP8_DECODED, form_of
 from mla_portable_triton.support import interpreter_is_on
 from mla_portable_triton.tile_rows import tile_arch
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _numbers(request: Request[Any]) -> Numbers:
-    from mla_portable_triton.kernels.index_keys import FP8_DECODED, Numbers, form_of
+    from mla_portable_triton.kernels.index_keys import Numbers
 
     device, hardware = request.device, not interpreter_is_on()
     quantized = request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized

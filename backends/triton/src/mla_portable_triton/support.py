@@ -29,6 +29,7 @@ from mla_portable.primitives import (
     MERGE_STATES,
     PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
+    SELECT_SCRATCH_BYTES,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -101,7 +102,7 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     INDEXER_LOGITS: _support("indexer_logits", **_SCORES),
     INDEXER_LOGITS_RAGGED: _support("indexer_logits_ragged", **_SCORES),
     INDEXER_SELECT: _support(
-        "indexer_select", **_SCORES, context_parallel=True, workspace_bytes=lambda request: DEFAULT_SCRATCH_BYTES
+        "indexer_select", **_SCORES, context_parallel=True, workspace_bytes=lambda request: SELECT_SCRATCH_BYTES
     ),
 }
 

@@ -129,10 +129,14 @@ __device__ __forceinline__ void begin_products(float (&c)[HALF], const u32 (&key
 #define WEIGHTS_BYTES (4 * WEIGHT_STRIDE * 4)
 __device__ __forceinline__ int weight_at(int head) { return ((head & 7) >> 1) * WEIGHT_STRIDE + (head >> 3) * 2 + (head & 1); }
 
-// 0 where a product is negative; NaN where it is NaN, which fmaxf would make 0: a key of NaN is never selected.
+// 0 where a product is negative; NaN where it is NaN, which fmaxf would make 0: the score is NaN then.
 __device__ __forceinline__ float positive(float product) {
     asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(product));
     return product;
+}
+// A score as it is written: -inf where no page is there, and for NaN.
+__device__ __forceinline__ float written(float score, bool there) {
+    return there && score == score ? score : minus_infinity();
 }
 // What the heads of a thread add up to, those that are positive, for its two keys. c: of one token.
 __device__ __forceinline__ float2 sum_own_heads(const float* c, const float* weights, int t) {

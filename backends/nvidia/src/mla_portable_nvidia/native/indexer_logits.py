@@ -14,9 +14,17 @@ from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, Request, Support
+from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.layouts import INDEX_FP8
-from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerLogits, IndexerSelect, SelectInParts
+from mla_portable.primitives import (
+    INDEXER_LOGITS,
+    INDEXER_SELECT,
+    SELECT_SCRATCH_BYTES,
+    TOPK_SELECT,
+    IndexerLogits,
+    IndexerSelect,
+    SelectInParts,
+)
 from mla_portable_nvidia.head_padding import aligned
 from mla_portable_nvidia.native.build import KernelBuild, load
 from mla_portable_nvidia.native.checks import check, index_of
@@ -225,7 +233,7 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
 
 
 def _scratch(request: Request[Any]) -> int:
-    return DEFAULT_SCRATCH_BYTES
+    return SELECT_SCRATCH_BYTES
 
 
 def indexer_implementations() -> Iterator[Implementation[Any]]:

@@ -146,7 +146,7 @@ __device__ __forceinline__ void score_pages(const Arguments& a, u8* smem, u32 fu
 #endif
             const float score = add_across(half, other, 2, lane) * scale;
             const int position = page * PAGE + own;
-            if (position < seen) scores[position] = there ? score : minus_infinity();
+            if (position < seen) scores[position] = written(score, there);
         }
     });
 }

@@ -165,7 +165,7 @@ __device__ __forceinline__ void score(const Arguments& a, u8* smem, int all_chos
             __syncwarp();
             warp_arrive(empty + 8 * s, lane);
             const float sum = add_across(add_across(even.x, even.y, 1, lane), add_across(odd.x, odd.y, 1, lane), 2, lane);
-            if (of >= seeing && of < end) *scores = there ? sum * scale : minus_infinity();
+            if (of >= seeing && of < end) *scores = written(sum * scale, there);
             of += PAIR, scores += PAIR * a.out_stride;
             stage.next();
         }

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the indexer's kernels share: number formats of q and keys, the request of a token, a tile of keys from pages.
 
-form      FORM says how q and keys are stored and multiplied:
-          BF16         bfloat16 numbers
-          FP8          e4m3 bytes as they are, on targets whose matrix units take them
-          FP8_WORDS    words of two e4m3 bytes, by NVIDIA's instructions, into float16: 2**-8 of the even and of the odd columns
-          FP8_DECODED  e4m3 bytes, one by one by integers, into bfloat16, which holds each of them exactly
+form      FORM says how q and keys are stored and multiplied: `index_forms`
 score     sum_h weight[h] * max(q[h] . k[position], 0) * scale of the key; dots and sums in float32, the ReLU before the weights
 tile      positions are rows of the dot and heads its columns, so that the sum over heads stays within a warp
 """
@@ -22,21 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.layouts import INDEX_HEAD_SIZE
+from mla_portable_triton.index_forms import BF16, FP8, FP8_DECODED, FP8_WORDS
 from mla_portable_triton.kernels.bfloat16 import dot_operand
 from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
 from mla_portable_triton.kernels.e4m3_packed import e4m3_lower_half, e4m3_upper_half
 
 __all__ = [
-    "BF16",
-    "FP8",
-    "FP8_DECODED",
-    "FP8_WORDS",
     "KEY",
     "REQUEST_TILE",
     "Numbers",
     "Tiles",
     "find_request",
-    "form_of",
     "form_of_call",
     "head_block",
     "head_weights",
@@ -51,13 +43,6 @@ __all__ = [
     "whole_position",
 ]
 
-BF16: Final = 0
-FP8: Final = 1
-FP8_WORDS: Final = 2
-FP8_DECODED: Final = 3
-_FP8_HEADS: Final = 8
-"""From so many heads on e4m3 is multiplied as it is. Hopper's sums of such products keep 13 bits below the largest, and the
-sum over few heads does not average that: with one head scores were off by 2^-12 of the terms' magnitudes on an H200."""
 REQUEST_TILE: Final = 64
 KEY = tl.constexpr(INDEX_HEAD_SIZE)
 _BF16 = tl.constexpr(BF16)
@@ -100,19 +85,6 @@ class Numbers:
     bf16_native: bool
     arch: str
     num_sms: int
-
-
-def form_of(quantized: bool, arch: str, has_fp8_conversion: bool, num_heads: int) -> int:
-    """FORM for a layout, a target and a head count.
-
-    Other vendors' e4m3 is another format than the type of Triton's that PTX knows. Few heads are multiplied as bfloat16.
-    """
-    if not quantized:
-        return BF16
-    if not arch.startswith("sm"):
-        return FP8_DECODED
-    multiplied = has_fp8_conversion and int(arch.removeprefix("sm")) >= 89 and num_heads >= _FP8_HEADS
-    return FP8 if multiplied else FP8_WORDS
 
 
 def form_of_call(form: int, *rows: Tensor) -> int:
@@ -244,7 +216,7 @@ def key_tile(
 
 
 @triton.jit
-def tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM: tl.constexpr):
+def tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, FORM: tl.constexpr):
     """[BLOCK_N] scores of `operands` of keys and of a token's queries."""
     dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, BLOCK_H] float32
     if FORM == _FP8_WORDS:
@@ -255,5 +227,8 @@ def tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM: tl.constexpr):
         dots = (dots + tl.abs(dots)) * weight[None, :]
         scale = scale * 0.5
     else:
-        dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+        dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if NUM_HEADS < BLOCK_H and FORM == _BF16:  # past the last head 0 times an infinite key is NaN; e4m3 has no infinity
+            dots = tl.where(tl.arange(0, BLOCK_H)[None, :] < NUM_HEADS, dots, 0.0)
+        dots = dots * weight[None, :]
     return tl.sum(dots, 1) * scale

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable_triton import index_forms
 from mla_portable_triton.aot import AotVariant, variant
-from mla_portable_triton.kernels import index_keys
 from mla_portable_triton.kernels.index_keys import (
     REQUEST_TILE,
     Numbers,
@@ -111,8 +111,8 @@ def decode_kernel(
             position = begin + n  # [BLOCK_N]
             keys, scale = key_tile(cache_ptr, table_row, position, position < seen, num_blocks, block_stride, FORM, CACHE_BLOCK)
             keys, odd_keys = operands(keys, FORM, BF16_NATIVE)
-            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
-            scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there
+            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
+            scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there, or the score is
             if FILL:
                 tl.store(out_row + position, scores, mask=position < num_logits)
             else:
@@ -126,7 +126,7 @@ def decode_kernel(
 @triton.jit
 def _write(out_ptr, row, out_stride, position, scores, seen, num_logits, FILL: tl.constexpr):
     """A token's scores of a tile to its row: those that are seen, or with FILL all of them, -inf where not seen."""
-    scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there
+    scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there, or the score is
     if FILL:
         scores = tl.where(seen, scores, float("-inf"))
         written = position < num_logits
@@ -177,7 +177,7 @@ def prefill_kernel(
                     q, odd_q = operands(ahead, FORM, BF16_NATIVE)
                     ahead = query_tile(q_ptr, tl.minimum(t + 1, stop - 1), q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
                     weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
-                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
+                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
                     seen = place <= t + after_own
                     _write(out_ptr, t - first_token, out_stride, position, scores, seen, num_logits, FILL)
                     t += 1
@@ -187,7 +187,7 @@ def prefill_kernel(
                     q = query_tile(q_ptr, t, q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
                     weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
                     q, odd_q = operands(q, FORM, BF16_NATIVE)
-                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
+                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
                     seen = place <= t + after_own
                     _write(out_ptr, t - first_token, out_stride, position, scores, seen, num_logits, FILL)
         elif FILL:
@@ -257,7 +257,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         "weight_ptr": "*fp32",
         "out_ptr": "*fp32",
     }
-    quantized = index_keys.form_of(True, arch, e4m3_native, 64)
+    quantized = index_forms.form_of(True, arch, e4m3_native, 64)
     return [
         variant(
             kernel, f"indexer_logits-{name}-{word}{use}", tiles.num_warps, max_registers=tiles.max_registers,
@@ -266,7 +266,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
             DCP_SIZE=2 if use == "-dcp" else 1, DCP_RANK=1 if use == "-dcp" else 0, INTERLEAVE=1,
         )
         for kernel, name, table in ((decode_kernel, "decode", DECODE), (prefill_kernel, "prefill", PREFILL))
-        for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
+        for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_forms.BF16, "*bf16"))
         for tiles in (tiles_of(table, arch, form),)
         for tokens in ({"REPEAT": tiles.tokens} if tiles.tokens else {},)
         for use in ("", "-fill", *(("-dcp",) if word == "fp8" else ()))

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable_triton import index_forms
 from mla_portable_triton.aot import AotVariant, variant
-from mla_portable_triton.kernels import index_keys
 from mla_portable_triton.kernels.index_keys import (
     Numbers,
     form_of_call,
@@ -29,7 +29,7 @@ from mla_portable_triton.kernels.index_keys import (
 )
 from mla_portable_triton.kernels.indexer_logits import PREFILL
 
-_BF16 = tl.constexpr(index_keys.BF16)
+_BF16 = tl.constexpr(index_forms.BF16)
 _FREE: Final = ["num_tokens", "num_keys", "out_stride", "along"]
 
 
@@ -64,8 +64,8 @@ def ragged_kernel(
                 q, odd_q = operands(ahead, FORM, BF16_NATIVE)
                 ahead = query_tile(q_ptr, tl.minimum(t + 1, last - 1), q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
                 weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
-                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
-                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
+                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
+                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t)) & (scores == scores)  # not NaN
                 row = out_ptr + t.to(tl.int64) * out_stride
                 tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
                 t += 1
@@ -75,8 +75,8 @@ def ragged_kernel(
                 q = query_tile(q_ptr, t, q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
                 weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
                 q, odd_q = operands(q, FORM, BF16_NATIVE)
-                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
-                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
+                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, NUM_HEADS, BLOCK_H, FORM)
+                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t)) & (scores == scores)  # not NaN
                 row = out_ptr + t.to(tl.int64) * out_stride
                 tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
     else:
@@ -139,13 +139,13 @@ def launch(
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
     """The 64 heads of DeepSeek-V3.2's indexer, in FP8 and bfloat16."""
     pointers = dict.fromkeys(["out_ptr", "weight_ptr", "scale_ptr"], "*fp32") | dict.fromkeys(["start_ptr", "end_ptr"], "*i32")
-    quantized = index_keys.form_of(True, arch, e4m3_native, 64)
+    quantized = index_forms.form_of(True, arch, e4m3_native, 64)
     return [
         variant(
             ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, max_registers=tiles.max_registers,
             **pointers, q_ptr=stored, key_ptr=stored, NUM_HEADS=64, FORM=form, BF16_NATIVE=True, BLOCK_H=64,
             BLOCK_N=tiles.positions, REPEAT=tiles.tokens, STAGES=tiles.num_stages,
         )
-        for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
+        for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_forms.BF16, "*bf16"))
         for tiles in (tiles_of(PREFILL, arch, form),)
     ]  # fmt: skip
