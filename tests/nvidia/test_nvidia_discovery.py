@@ -20,10 +20,10 @@ from mla_portable.conformance import cases_for
 from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
-from mla_portable_nvidia import discovery, support
-from mla_portable_nvidia.attention import NOPE_NAME, check_kernel
-from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
-from mla_portable_nvidia.support import TRUNCATION_VARIABLE
+from mla_portable_nvidia.flashmla import discovery, support
+from mla_portable_nvidia.flashmla.attention import NOPE_NAME, check_kernel
+from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
+from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
 
 SM90 = FACTS["sm90"]
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
@@ -211,7 +211,7 @@ def test_without_a_provider_every_one_is_named_with_its_remedy():
     with pytest.raises(UnsupportedRequest, match=r"remedy    .*install vLLM"):
         registry().bind(decode_request(), backend="nvidia")
     with pytest.raises(MLAPortableError, match="provider flash_mla"):
-        mla_portable_nvidia.attention.bind_sparse_decode(decode_request())
+        mla_portable_nvidia.flashmla.attention.bind_sparse_decode(decode_request())
 
 
 def a_module(*members: str) -> types.ModuleType:

@@ -11,7 +11,7 @@ from simulated_gpu import FACTS, conforms, registry
 
 from mla_portable.contracts import InvalidArgument, Request
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable_nvidia.flat_decode import FlatDecode, flat_implementations
+from mla_portable_nvidia.flashmla.flat_decode import FlatDecode, flat_implementations
 
 
 def suite(level: str):

@@ -14,8 +14,8 @@ from native_model import Model, stand_ins
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request, ScheduleLimits
 from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia import attention
-from mla_portable_nvidia.flat_decode import flat_implementations
+from mla_portable_nvidia.flashmla import attention
+from mla_portable_nvidia.flashmla.flat_decode import flat_implementations
 from mla_portable_nvidia.native import bind, checks
 from mla_portable_nvidia.native.choice import BUILDS, FEW, MANY, builds
 from mla_portable_nvidia.native.driver import Launches

@@ -23,12 +23,12 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Reason, Request, Support, head_results
 from mla_portable.primitives import MASKED_PREFILL, MaskedPrefill
 from mla_portable_nvidia.alignment import mappable
-from mla_portable_nvidia.fa3_operator import FA3Prompts, find_fa3_prompts
-from mla_portable_nvidia.flash_attention3 import NAME
-from mla_portable_nvidia.support import triton_missing
+from mla_portable_nvidia.fa3.operators import FA3Prompts, find_fa3_prompts
+from mla_portable_nvidia.fa3.sparse_attention import NAME
+from mla_portable_nvidia.flashmla.support import triton_missing
 
 if TYPE_CHECKING:
-    from mla_portable_nvidia.prompt_lse import PromptLse
+    from mla_portable_nvidia.fa3.prompt_lse import PromptLse
 
 HEAD_DIMS: Final = ((192, 128), (256, 256))
 _PREFERENCE: Final = 7.5
@@ -83,7 +83,7 @@ class FlashAttention3Prompts:
 
 def bind_fa3_prompts(request: Request[MaskedPrefill]) -> MaskedPrefill:
     """masked_prefill on the operator that is here. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.prompt_lse import PromptLse
+    from mla_portable_nvidia.fa3.prompt_lse import PromptLse
 
     operator, reasons = find_fa3_prompts()
     if operator is None:

@@ -24,11 +24,11 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, MLAPortableError, Primitive, Reason
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_LOGITS_RAGGED
-from mla_portable_nvidia.calibration import refused
-from mla_portable_nvidia.conventions import NotThisConvention
-from mla_portable_nvidia.discovery import device_with
-from mla_portable_nvidia.index_passes import PAGE
-from mla_portable_nvidia.support import triton_missing
+from mla_portable_nvidia.deepgemm.pages import PAGE
+from mla_portable_nvidia.flashmla.calibration import refused
+from mla_portable_nvidia.flashmla.conventions import NotThisConvention
+from mla_portable_nvidia.flashmla.discovery import device_with
+from mla_portable_nvidia.flashmla.support import triton_missing
 
 _MODULES: Final = ("deep_gemm", "vllm.third_party.deep_gemm")
 """In the order in which vLLM asks."""

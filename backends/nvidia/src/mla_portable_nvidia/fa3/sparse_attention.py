@@ -4,7 +4,7 @@
 The kernel computes tiles of 64 heads by 64 keys of any head count. It reads the leading pages of a row's list and follows
 them unchecked, so indices pass through `page_lists` first, unless the request promises that what is in front of the lengths
 are rows of kv. It has no sink for heads of these widths: that is applied afterwards. It has no build for rows without a rotary
-part either: rows of `bf16_nope` take as long as those with one (`fa3_operator`).
+part either: rows of `bf16_nope` take as long as those with one (`operators`).
 
 Splits: the kernel cuts the keys of rows that leave multiprocessors idle, by the lengths that it reads on the device, even if a
 small last wave follows. The largest number of splits is an argument. vLLM passes 0. The kernel then allocates 28 accumulators
@@ -33,15 +33,15 @@ from mla_portable.contracts import (
 )
 from mla_portable.layouts import BF16, BF16_NOPE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
-from mla_portable_nvidia.fa3_operator import IDLE_QUERY_BYTES, FA3Operator, Halves, find_fa3, halves_of
-from mla_portable_nvidia.flat_decode import FlatDecode, FlatPrefill
-from mla_portable_nvidia.head_padding import aligned
-from mla_portable_nvidia.support import triton_missing
+from mla_portable_nvidia.fa3.operators import IDLE_QUERY_BYTES, FA3Operator, Halves, find_fa3, halves_of
+from mla_portable_nvidia.flashmla.flat_decode import FlatDecode, FlatPrefill
+from mla_portable_nvidia.flashmla.head_padding import aligned
+from mla_portable_nvidia.flashmla.support import triton_missing
+from mla_portable_nvidia.passes.block_times import TILE_HEADS, predicted_us
 
 if TYPE_CHECKING:
-    from mla_portable_nvidia.boundary import Boundary
-    from mla_portable_nvidia.page_lists import PageLists
+    from mla_portable_nvidia.fa3.page_lists import PageLists
+    from mla_portable_nvidia.passes.boundary import Boundary
 
 NAME: Final = "nvidia.flash_attention3"
 _TILE: Final = 64
@@ -192,8 +192,8 @@ def _check(device: DeviceFacts) -> tuple[Reason, ...]:
 
 def _bound(request: Request) -> FlashAttention3:
     """The operator that is here. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.boundary import Boundary
-    from mla_portable_nvidia.page_lists import PageLists
+    from mla_portable_nvidia.fa3.page_lists import PageLists
+    from mla_portable_nvidia.passes.boundary import Boundary
 
     operator, reasons = find_fa3()
     if operator is None:

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable_nvidia.early_start import can_wait, wait_for_kernel_in_front
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass
+from mla_portable_nvidia.passes.early_start import can_wait, wait_for_kernel_in_front
+from mla_portable_nvidia.passes.prepared_passes import Arguments, PreparedPass
 
 _BLOCK: Final = 4096
 _MERGED_HEADS: Final = 4

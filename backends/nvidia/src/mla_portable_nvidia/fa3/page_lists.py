@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass
+from mla_portable_nvidia.passes.prepared_passes import Arguments, PreparedPass
 
 _INT32_MAX: Final = 2**31 - 1
 _BLOCK_K: Final = 2048

@@ -18,13 +18,13 @@ from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerSelect, TopkSelect, bind_part
 from mla_portable.primitives.topk_select import reference as topk_reference
-from mla_portable_nvidia.deepgemm import HEADS, NAME, PREFERENCE, PagedScores, packed
-from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm
-from mla_portable_nvidia.index_passes import PAGE, Pages
+from mla_portable_nvidia.deepgemm.conventions import DeepGemm, deepgemm_reasons, find_deepgemm
+from mla_portable_nvidia.deepgemm.indexer_logits import HEADS, NAME, PREFERENCE, PagedScores, packed
+from mla_portable_nvidia.deepgemm.pages import PAGE, Pages
 from mla_portable_nvidia.native.topk_select import NativeTopkSelect
 
 if TYPE_CHECKING:
-    from mla_portable_nvidia.index_pass_kernels import IndexPasses
+    from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
 
 SCRATCH_BYTES: Final = 60 << 20
 """Of scores, tables and the top-k; what allocators round up to stays within the 64 MiB that the primitive promises."""
@@ -75,7 +75,7 @@ class DeepGemmSelect:
 
 def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     """indexer_select on the DeepGEMM of this machine. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.index_pass_kernels import IndexPasses
+    from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
 
     device = request.device
     topk = bind_part(Request(TOPK_SELECT, device, topk=request.topk, graph=request.graph), lambda _: topk_reference)

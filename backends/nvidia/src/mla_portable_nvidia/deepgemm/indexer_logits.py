@@ -21,11 +21,11 @@ from torch import Tensor
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, InvalidArgument, Request, Support
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, IndexerLogits, IndexerLogitsRagged
-from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm
-from mla_portable_nvidia.index_passes import PAGE, Pages, Rows
+from mla_portable_nvidia.deepgemm.conventions import DeepGemm, deepgemm_reasons, find_deepgemm
+from mla_portable_nvidia.deepgemm.pages import PAGE, Pages, Rows
 
 if TYPE_CHECKING:
-    from mla_portable_nvidia.index_pass_kernels import IndexPasses
+    from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
 
 NAME: Final = "nvidia.deepgemm"
 HEADS: Final = (32, 64)
@@ -175,14 +175,14 @@ class RaggedLogits:
 
 def bind_indexer_logits(request: Request[IndexerLogits]) -> IndexerLogits:
     """indexer_logits on the DeepGEMM of this machine. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.index_pass_kernels import IndexPasses
+    from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
 
     return PagedLogits(find_deepgemm(INDEXER_LOGITS, request.device), IndexPasses())
 
 
 def bind_indexer_logits_ragged(request: Request[IndexerLogitsRagged]) -> IndexerLogitsRagged:
     """indexer_logits_ragged on the DeepGEMM of this machine. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.index_pass_kernels import IndexPasses
+    from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
 
     device = request.device
     return RaggedLogits(find_deepgemm(INDEXER_LOGITS_RAGGED, device), IndexPasses(), device.num_sms)

@@ -11,12 +11,12 @@ from typing import Final
 from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Primitive, Reason, Request
 from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.discovery import Found, find_kernel
-from mla_portable_nvidia.head_padding import kernel_heads
-from mla_portable_nvidia.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
-from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
-from mla_portable_nvidia.support import attention_support, nope_support, triton_missing, truncation_allowed, v4_support
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
+from mla_portable_nvidia.flashmla.discovery import Found, find_kernel
+from mla_portable_nvidia.flashmla.head_padding import kernel_heads
+from mla_portable_nvidia.flashmla.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
+from mla_portable_nvidia.flashmla.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
+from mla_portable_nvidia.flashmla.support import attention_support, nope_support, triton_missing, truncation_allowed, v4_support
+from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 _NAME_V4: Final = "nvidia.flashmla_v4"
@@ -42,7 +42,7 @@ def read_layout(request: Request) -> CacheLayout:
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
     """sparse_decode on the provider of this device. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.boundary import Boundary
+    from mla_portable_nvidia.passes.boundary import Boundary
 
     found, device = _kernel(request), request.device
     return FlashMLADecode(
@@ -74,7 +74,7 @@ def _comes_finished(found: Found, request: Request) -> bool:
 
 def bind_sparse_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill on the provider of this device. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.boundary import Boundary
+    from mla_portable_nvidia.passes.boundary import Boundary
 
     found, device = _kernel(request), request.device
     return FlashMLAPrefill(

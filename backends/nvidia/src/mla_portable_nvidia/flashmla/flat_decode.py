@@ -17,11 +17,11 @@ from torch import Tensor
 from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
 from mla_portable.layouts import BF16, BF16_NOPE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode
-from mla_portable_nvidia.attention import NOPE_NAME, bind_sparse_prefill, check_kernel, read_layout
-from mla_portable_nvidia.discovery import find_kernel
-from mla_portable_nvidia.head_padding import KERNEL_HEADS
-from mla_portable_nvidia.kept_views import KeptViews
-from mla_portable_nvidia.split_prefill import SplitPrefill
+from mla_portable_nvidia.flashmla.attention import NOPE_NAME, bind_sparse_prefill, check_kernel, read_layout
+from mla_portable_nvidia.flashmla.discovery import find_kernel
+from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
+from mla_portable_nvidia.flashmla.split_prefill import SplitPrefill
+from mla_portable_nvidia.passes.kept_views import KeptViews
 
 _PREFERENCE: Final = 15.0
 """After the kernels that compute the heads that are there, where nothing was measured. On an H200 this one is the fastest for
@@ -191,7 +191,7 @@ def _rows_of_slots(indices: Tensor, kv_cache: Tensor, skipped: int) -> Tensor:
 
 def bind_flat_decode(request: Request) -> SparseDecode:
     """sparse_decode on the prefill kernel of this device's provider. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.row_parts import RowParts
+    from mla_portable_nvidia.flashmla.row_parts import RowParts
 
     prefill = request.but(primitive=SPARSE_PREFILL, block_size=None, query_len=None)
     whole, device = bind_sparse_prefill(prefill), request.device

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, CacheLayout
-from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel, SecondCache
-from mla_portable_nvidia.head_padding import KERNEL_HEADS
+from mla_portable_nvidia.flashmla.conventions import DecodeKernel, NotThisConvention, PrefillKernel, SecondCache
+from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
 
 _PAGE: Final = 64
 _DECODE_KEYS: Final = 512

@@ -13,7 +13,7 @@ from typing import Any, Final
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Primitive, Reason, Request, Support
 from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, SCALE_FORMATS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.head_padding import KERNEL_HEADS, kernel_heads
+from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS, kernel_heads
 
 ARCHS: Final = ("sm90", "sm100")
 TRUNCATION_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_TRUNCATED_SCALES"

@@ -25,10 +25,10 @@ import torch
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
 from mla_portable.layouts import FP8_DS_MLA, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.calibration import calibrate_decode, calibrate_prefill
-from mla_portable_nvidia.conventions import NotThisConvention
-from mla_portable_nvidia.decode_conventions import OperatorDecode, decode_of_module
-from mla_portable_nvidia.prefill_conventions import OperatorPrefill, prefill_of_module
+from mla_portable_nvidia.flashmla.calibration import calibrate_decode, calibrate_prefill
+from mla_portable_nvidia.flashmla.conventions import NotThisConvention
+from mla_portable_nvidia.flashmla.decode_conventions import OperatorDecode, decode_of_module
+from mla_portable_nvidia.flashmla.prefill_conventions import OperatorPrefill, prefill_of_module
 
 PROVIDER_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_PROVIDER"
 LIBRARY_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_LIBRARY"

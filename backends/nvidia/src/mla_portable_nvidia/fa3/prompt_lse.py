@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass
+from mla_portable_nvidia.passes.prepared_passes import Arguments, PreparedPass
 
 _BLOCK_T: Final = 64
 _BLOCK_H: Final = 16

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
-from mla_portable_nvidia.index_passes import PAGE, Pages, Rows
+from mla_portable_nvidia.deepgemm.pages import PAGE, Pages, Rows
 
 _BLOCK_R: Final = 64
 _BLOCK_C: Final = 512

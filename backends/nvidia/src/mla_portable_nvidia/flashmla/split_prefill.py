@@ -15,13 +15,13 @@ from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import SparsePrefill
-from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
-from mla_portable_nvidia.conventions import PrefillKernel
-from mla_portable_nvidia.head_padding import KERNEL_HEADS
-from mla_portable_nvidia.sparse_prefill import SCRATCH_BYTES, TOPK_MULTIPLE
+from mla_portable_nvidia.flashmla.conventions import PrefillKernel
+from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
+from mla_portable_nvidia.flashmla.sparse_prefill import SCRATCH_BYTES, TOPK_MULTIPLE
+from mla_portable_nvidia.passes.block_times import TILE_HEADS, predicted_us
 
 if TYPE_CHECKING:
-    from mla_portable_nvidia.row_parts import RowParts
+    from mla_portable_nvidia.flashmla.row_parts import RowParts
 
 _COUNTS: Final = (1, 2, 4, 8, 16)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.conventions import (
+from mla_portable_nvidia.flashmla.conventions import (
     DecodeKernel,
     NotThisConvention,
     Plan,

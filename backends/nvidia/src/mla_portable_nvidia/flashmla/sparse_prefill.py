@@ -17,11 +17,11 @@ from torch import Tensor
 
 from mla_portable.contracts import attention_results
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.conventions import PrefillKernel
-from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
+from mla_portable_nvidia.flashmla.conventions import PrefillKernel
+from mla_portable_nvidia.flashmla.head_padding import PaddedQueries, aligned, kernel_heads
 
 if TYPE_CHECKING:
-    from mla_portable_nvidia.boundary import Boundary
+    from mla_portable_nvidia.passes.boundary import Boundary
 
 TOPK_MULTIPLE: Final = 128
 SCRATCH_BYTES: Final = 128 << 20
