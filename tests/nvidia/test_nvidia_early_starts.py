@@ -31,10 +31,10 @@ from mla_portable_nvidia import native
 from mla_portable_nvidia.fa3.sparse_attention import bind_fa3_decode, bind_fa3_prefill
 from mla_portable_nvidia.flashmla import row_parts
 from mla_portable_nvidia.flashmla.row_parts import RowParts
-from mla_portable_nvidia.native.bind import ARCHS
-from mla_portable_nvidia.native.build import compile_build
-from mla_portable_nvidia.native.choice import BUILDS, LARGE, MANY, SMALL
-from mla_portable_nvidia.native.nvrtc import compile_cubin
+from mla_portable_nvidia.native.attention_sm90 import ARCHS
+from mla_portable_nvidia.native.build_choice import BUILDS, LARGE, MANY, SMALL
+from mla_portable_nvidia.native.kernel_build import compile_build
+from mla_portable_nvidia.native.runtime.nvrtc import compile_cubin
 from mla_portable_nvidia.native.sparse_decode import Tensors, prepare
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS
 from mla_portable_nvidia.passes import boundary

@@ -19,7 +19,7 @@ from mla_portable.registry import Registry
 from mla_portable_nvidia.flashmla import discovery
 from mla_portable_nvidia.flashmla.attention import attention_implementations
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts
-from mla_portable_nvidia.native.bind import native_implementations
+from mla_portable_nvidia.native.attention_sm90 import native_implementations
 
 NAME = "nvidia.flashmla_v4"
 SCALE = 512**-0.5

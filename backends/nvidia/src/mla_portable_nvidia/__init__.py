@@ -17,12 +17,12 @@ from mla_portable_nvidia.flashmla.attention import attention_implementations
 from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flashmla.flat_decode import flat_implementations
 from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
-from mla_portable_nvidia.native.bind import native_implementations
-from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
-from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
+from mla_portable_nvidia.native.attention_sm80 import sm80_implementations
+from mla_portable_nvidia.native.attention_sm90 import native_implementations
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementations
 from mla_portable_nvidia.native.pack_selection import pack_implementations
+from mla_portable_nvidia.native.runtime.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.sparse_prefill_union import union_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
 

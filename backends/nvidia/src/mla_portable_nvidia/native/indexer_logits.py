@@ -18,9 +18,9 @@ from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, Reques
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerLogits, IndexerSelect, SelectInParts
 from mla_portable_nvidia.flashmla.head_padding import aligned
-from mla_portable_nvidia.native.build import KernelBuild, load
 from mla_portable_nvidia.native.checks import check, index_of
-from mla_portable_nvidia.native.driver import Kernel, Launch, Launches
+from mla_portable_nvidia.native.kernel_build import KernelBuild, load
+from mla_portable_nvidia.native.runtime.driver import Kernel, Launch, Launches
 from mla_portable_nvidia.native.topk_select import MAX_TOPK, NativeTopkSelect
 
 __all__ = ["HEADS", "DecodeBuild", "IndexerBuild", "NativeScores", "PrefillBuild", "indexer_implementations"]

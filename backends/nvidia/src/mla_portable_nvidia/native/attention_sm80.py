@@ -20,9 +20,9 @@ from mla_portable.contracts import (
 )
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.native.bound import BoundAttention, lists_of, rows_of_request
-from mla_portable_nvidia.native.build import load
+from mla_portable_nvidia.native.bound_attention import BoundAttention, lists_of, rows_of_request
 from mla_portable_nvidia.native.checks import check
+from mla_portable_nvidia.native.kernel_build import load
 from mla_portable_nvidia.native.sparse_decode import Tensors
 from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES, SHARED_MEMORY, Sm80Build, builds, prepare
 

@@ -10,9 +10,9 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import ClassVar, Final
 
-from mla_portable_nvidia.native.driver import Kernel, Module
-from mla_portable_nvidia.native.images import compile_kept
-from mla_portable_nvidia.native.nvrtc import compile_cubin
+from mla_portable_nvidia.native.runtime.driver import Kernel, Module
+from mla_portable_nvidia.native.runtime.images import compile_kept
+from mla_portable_nvidia.native.runtime.nvrtc import compile_cubin
 
 __all__ = ["BLOCK_RESERVE", "SM_SHARED_MEMORY", "KernelBuild", "compile_build", "load"]
 

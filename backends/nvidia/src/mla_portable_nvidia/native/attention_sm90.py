@@ -13,11 +13,11 @@ from typing import Final
 from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.native.bound import BoundAttention, lists_of, rows_of_request
-from mla_portable_nvidia.native.build import load
+from mla_portable_nvidia.native.bound_attention import BoundAttention, lists_of, rows_of_request
+from mla_portable_nvidia.native.build_choice import FEW, Cut, builds, choose
 from mla_portable_nvidia.native.checks import check
-from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
-from mla_portable_nvidia.native.driver import Kernel
+from mla_portable_nvidia.native.kernel_build import load
+from mla_portable_nvidia.native.runtime.driver import Kernel
 from mla_portable_nvidia.native.sparse_decode import Build, Tensors, prepare
 
 __all__ = ["ARCHS", "native_implementations"]

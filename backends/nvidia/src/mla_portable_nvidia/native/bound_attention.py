@@ -14,7 +14,7 @@ from mla_portable.contracts import DecodeSchedule, InvalidArgument, Request, att
 from mla_portable.layouts import FP8_DS_MLA, LAYOUTS
 from mla_portable_nvidia.flashmla.head_padding import aligned
 from mla_portable_nvidia.native.checks import index_of
-from mla_portable_nvidia.native.driver import Launches
+from mla_portable_nvidia.native.runtime.driver import Launches
 from mla_portable_nvidia.native.sparse_decode import Tensors, rows_of
 
 __all__ = ["LOG2_E", "BoundAttention", "check_cache", "layout_of", "lists_of", "rows_of_request"]
