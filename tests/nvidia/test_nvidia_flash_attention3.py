@@ -25,8 +25,8 @@ from mla_portable_nvidia.fa3.sparse_attention import (
     fa3_implementations,
     most_splits,
 )
-from mla_portable_nvidia.flashmla.discovery import PROVIDER_VARIABLE
-from mla_portable_nvidia.flashmla.flat_decode import FlatPrefill
+from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
+from mla_portable_nvidia.passes.flat_rows import FlatPrefill
 
 
 def suite(level: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument
 from mla_portable_nvidia.flashmla.cache_view import CacheView
-from mla_portable_nvidia.flashmla.flat_decode import FlatDecode
+from mla_portable_nvidia.passes.flat_rows import FlatDecode
 from mla_portable_nvidia.passes.kept_views import KeptViews
 
 

@@ -14,9 +14,10 @@ from mla_portable_nvidia.deepgemm.indexer_select import select_implementations
 from mla_portable_nvidia.fa3.masked_prefill import prompt_implementations
 from mla_portable_nvidia.fa3.sparse_attention import fa3_implementations
 from mla_portable_nvidia.flashmla.attention import attention_implementations
-from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
+from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flashmla.flat_decode import flat_implementations
 from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
+from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
 from mla_portable_nvidia.native.attention_sm80 import sm80_implementations
 from mla_portable_nvidia.native.attention_sm90 import native_implementations
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations

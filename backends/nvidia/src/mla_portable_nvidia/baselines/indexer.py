@@ -22,7 +22,7 @@ from mla_portable_nvidia.baselines.attention import Arguments
 from mla_portable_nvidia.deepgemm.conventions import deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.deepgemm.indexer_logits import HEADS
 from mla_portable_nvidia.deepgemm.pages import PAGE
-from mla_portable_nvidia.flashmla.discovery import operator_of
+from mla_portable_nvidia.libraries import operator_of
 
 _LIBRARY: Final = "_C"
 _CACHE_OPS: Final = "_C_cache_ops"

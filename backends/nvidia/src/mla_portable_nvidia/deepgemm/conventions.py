@@ -25,10 +25,8 @@ from mla_portable.contracts import DeviceFacts, MLAPortableError, Primitive, Rea
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_LOGITS_RAGGED
 from mla_portable_nvidia.deepgemm.pages import PAGE
-from mla_portable_nvidia.flashmla.calibration import refused
-from mla_portable_nvidia.flashmla.conventions import NotThisConvention
-from mla_portable_nvidia.flashmla.discovery import device_with
-from mla_portable_nvidia.flashmla.support import triton_missing
+from mla_portable_nvidia.libraries import REFUSING, NotThisConvention, refused
+from mla_portable_nvidia.machine import device_with, triton_missing
 
 _MODULES: Final = ("deep_gemm", "vllm.third_party.deep_gemm")
 """In the order in which vLLM asks."""
@@ -36,7 +34,6 @@ _REMEDY: Final = "install DeepGEMM of April 2026 or later, or vLLM 0.24 to 0.33,
 _RAGGED: Final = ["q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end"]
 _PAGED: Final = ["q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta", "max_context_len"]
 _HEADS: Final = 64
-_REFUSING: Final = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
@@ -175,7 +172,7 @@ def _tried(primitive: Primitive[Any], facts: DeviceFacts) -> DeepGemm | str:
         kernel = load_deepgemm()
         try:
             (_try_ragged if primitive is INDEXER_LOGITS_RAGGED else _try_paged)(kernel, device)
-        except _REFUSING as error:
+        except REFUSING as error:
             raise refused(f"{primitive} of DeepGEMM", error) from error
     except NotThisConvention as failure:
         return str(failure)

@@ -15,8 +15,9 @@ from mla_portable_nvidia.flashmla.discovery import Found, find_kernel
 from mla_portable_nvidia.flashmla.head_padding import kernel_heads
 from mla_portable_nvidia.flashmla.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
 from mla_portable_nvidia.flashmla.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
-from mla_portable_nvidia.flashmla.support import attention_support, nope_support, triton_missing, truncation_allowed, v4_support
+from mla_portable_nvidia.flashmla.support import attention_support, nope_support, truncation_allowed, v4_support
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_nvidia.machine import triton_missing
 
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 _NAME_V4: Final = "nvidia.flashmla_v4"

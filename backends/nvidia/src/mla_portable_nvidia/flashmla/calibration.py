@@ -17,8 +17,9 @@ from typing import Any, Final
 import torch
 
 from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, CacheLayout
-from mla_portable_nvidia.flashmla.conventions import DecodeKernel, NotThisConvention, PrefillKernel, SecondCache
+from mla_portable_nvidia.flashmla.conventions import DecodeKernel, PrefillKernel, SecondCache
 from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
+from mla_portable_nvidia.libraries import REFUSING, NotThisConvention, refused
 
 _PAGE: Final = 64
 _DECODE_KEYS: Final = 512
@@ -26,10 +27,6 @@ _PREFILL_KEYS: Final = 128
 _EIGHT_BLOCKS: Final = [[0, 0, part, part + 1, part, 1, 1, 0] for part in range(8)]
 """Entries of a plan for one row of 8 blocks, 13 parts or more: payload 6, of which 5 are overhead, so a block for each part.
 begin_req, end_req, begin_block, end_block, begin_split, first_is_split, last_is_split, 0."""
-_REFUSING: Final = (RuntimeError, TypeError, ValueError, AssertionError)
-"""What a provider raises that does not take a call."""
-_REFUSALS: Final = ("no kernel image is available", "invalid device function")
-"""CUDA errors that leave the device usable: nothing was launched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device, layout: CacheLa
             # the eighth word of a part is padding, which a provider may leave unwritten
             words = [part[:7] for part in metadata[:8].tolist()]
             takes_plan = words == [part[:7] for part in _EIGHT_BLOCKS] and num_splits.tolist() == [0, 8]
-    except _REFUSING as error:
+    except REFUSING as error:
         raise refused("sparse decode", error) from error
     # of ones: a mean over keys that do not count would show
     kv = _decode_cache(layout, 1.0, device)
@@ -129,7 +126,7 @@ def _zeroes_empty(
                 out, _ = kernel(q, kv, indices, 1.0, **given)
                 if not bool((out == 0).all()):
                     return False
-            except _REFUSING as error:
+            except REFUSING as error:
                 refused(f"{what} with {count} heads", error)  # raises what leaves the device unusable
                 return False
         return True
@@ -160,7 +157,7 @@ def calibrate_prefill(
         try:
             out, lse = kernel(q, kv, indices, 1.0)
             base_2 = _base_2("sparse prefill", q, out, lse, (1, count), _PREFILL_KEYS)
-        except _REFUSING as error:
+        except REFUSING as error:
             refusal = refused(f"sparse prefill with {count} heads", error)
             continue
         accepted.append(count)
@@ -184,12 +181,3 @@ def _base_2(what: str, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, ls
         if abs(least - expected) < 1e-2 and abs(greatest - expected) < 1e-2 and not out.any():
             return base_2
     raise ValueError(f"{what} of zeros over {keys} keys: lse {least:g} to {greatest:g}, expected ln {keys} or log2 {keys}")
-
-
-def refused(what: str, error: Exception) -> NotThisConvention:
-    """The refusal as a reason; what says nothing about the provider, or leaves the device unusable, is raised again."""
-    message = " ".join(str(error).split())
-    fault = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in message
-    if isinstance(error, torch.OutOfMemoryError) or (fault and not any(text in message for text in _REFUSALS)):
-        raise error
-    return NotThisConvention(f"{what} was refused: {type(error).__name__}: {message[:200]}")

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One signature for FlashMLA's decode and one for its prefill, and how a provider's own convention is recognised.
+"""One signature for FlashMLA's decode and one for its prefill, which providers are called by.
 
-A convention is recognised by the names in an operator's schema or in a function's signature. Nothing of it is
-converted here; conventions of value (bases, infinities) are found by `calibration`, undone by `boundary`.
+Nothing is converted here: conventions of value (bases, infinities) are found by `calibration`, undone by `boundary`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -26,10 +24,6 @@ class SecondCache(NamedTuple):
 
 PreparedDecode = Callable[[Tensor, Tensor, Tensor, float, "Tensor | None", Tensor, "SecondCache | None"], object]
 """(q, kv, indices, softmax_scale, attn_sink, out, extra) as DecodeKernel takes them; the result is in `out`."""
-
-
-class NotThisConvention(Exception):
-    """A symbol is missing, or takes arguments that this project does not know; the message says which."""
 
 
 class DecodeKernel(Protocol):
@@ -105,31 +99,3 @@ class PrefillKernel(Protocol):
         Returns: out [T, H, 512] and lse [T, H] float32, in the provider's own base and infinities.
         """
         ...
-
-
-class Positions:
-    """An operator's arguments in the order of its schema: what is known by name, defaults or None for the rest."""
-
-    def __init__(self, operator: Any, needed: tuple[str, ...], optional: tuple[str, ...]) -> None:
-        arguments = operator._schema.arguments
-        names = [argument.name for argument in arguments]
-        missing = [name for name in needed if name not in names]
-        if missing:
-            raise NotThisConvention(f"{operator} has no argument {', '.join(missing)}")
-        self.template: list[Any] = []
-        for argument in arguments:
-            known = argument.name in needed or argument.name in optional
-            if not known and not argument.has_default_value() and argument.type.kind() != "OptionalType":
-                raise NotThisConvention(f"{operator} wants an argument {argument.name}, whose meaning is not known here")
-            self.template.append(argument.default_value if argument.has_default_value() else None)
-        self.index = {name: names.index(name) for name in (*needed, *optional) if name in names}
-
-
-def parameters_of(function: Callable[..., Any], names: tuple[str, ...]) -> list[str]:
-    """The parameters of a function, which must include `names`."""
-    parameters = list(inspect.signature(function).parameters)
-    missing = [name for name in names if name not in parameters]
-    if missing:
-        where = f"{function.__module__}.{function.__qualname__}"
-        raise NotThisConvention(f"{where} has no parameter {', '.join(missing)}")
-    return parameters

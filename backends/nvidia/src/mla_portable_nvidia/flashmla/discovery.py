@@ -16,21 +16,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
 from mla_portable.layouts import FP8_DS_MLA, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.flashmla.calibration import calibrate_decode, calibrate_prefill
-from mla_portable_nvidia.flashmla.conventions import NotThisConvention
 from mla_portable_nvidia.flashmla.decode_conventions import OperatorDecode, decode_of_module
 from mla_portable_nvidia.flashmla.prefill_conventions import OperatorPrefill, prefill_of_module
+from mla_portable_nvidia.libraries import PROVIDER_VARIABLE, NotThisConvention, load_from, load_library, operator_of
+from mla_portable_nvidia.machine import device_with
 
-PROVIDER_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_PROVIDER"
 LIBRARY_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_LIBRARY"
 PREFILL_HEADS: Final = (64, 128, 8, 16, 32)
 """Head counts to try on a prefill kernel; the small ones exist in some builds for SM90."""
@@ -70,33 +67,6 @@ _OF_MODULE: Final[dict[Primitive, Callable[[Any], Any]]] = {
     SPARSE_DECODE: decode_of_module,
     SPARSE_PREFILL: prefill_of_module,
 }
-
-
-def operator_of(library: str, name: str) -> Any | None:
-    """An operator's default overload, None where it is not registered."""
-    packet = getattr(getattr(torch.ops, library), name, None)
-    return getattr(packet, "default", None)
-
-
-def load_from(package: str, pattern: str) -> None:
-    """Load the library of operators that lies in an installed package, without importing the package."""
-    try:
-        spec = find_spec(package)
-    except (ImportError, ValueError) as error:  # a module without a spec, put there by someone else
-        raise NotThisConvention(f"package {package} cannot be looked for: {error}") from error
-    if spec is None:
-        raise NotThisConvention(f"package {package} is not installed")
-    found = [path for folder in spec.submodule_search_locations or () for path in sorted(Path(folder).glob(pattern))]
-    if not found:
-        raise NotThisConvention(f"package {package} has no {pattern}")
-    _load(found[0])
-
-
-def _load(path: Path) -> None:
-    try:
-        torch.ops.load_library(path)
-    except (OSError, RuntimeError) as error:
-        raise NotThisConvention(f"{path} does not load: {' '.join(str(error).split())[:200]}") from error
 
 
 def _of_module(name: str, primitive: Primitive) -> Any:
@@ -139,7 +109,7 @@ def _library_source(path: str) -> _Source:
     def find(primitive: Primitive) -> Any:
         if not Path(path).is_file():
             raise NotThisConvention(f"{path} is no file")
-        _load(Path(path))
+        load_library(Path(path))
         name, adapter = _OPERATORS[primitive]
         for library in _LIBRARIES:
             operator = operator_of(library, name)
@@ -164,20 +134,6 @@ _SOURCES: Final[dict[str, _Source]] = {
 }
 PROVIDERS: Final = ("library", *_SOURCES)
 """The names that `MLA_PORTABLE_NVIDIA_PROVIDER` may take, in the order of asking."""
-
-
-def device_with(facts: DeviceFacts) -> torch.device | None:
-    """A device of this machine that these facts describe, the current one if it does; None where there is none."""
-    if facts.device_type != "cuda":
-        return torch.device(facts.device_type)
-    if not torch.cuda.is_available():
-        return None
-    current = torch.cuda.current_device()
-    for index in (current, *(i for i in range(torch.cuda.device_count()) if i != current)):
-        major, minor = torch.cuda.get_device_capability(index)
-        if f"sm{major}{minor}" == facts.arch:
-            return torch.device("cuda", index)
-    return None
 
 
 _lock = threading.Lock()

@@ -25,16 +25,6 @@ def kernel_heads(num_heads: int) -> int:
     return few if num_heads <= few else max(num_heads, many)
 
 
-def aligned(q: Tensor) -> Tensor:
-    """q as the kernel's loads want it: addresses and strides in multiples of 16 bytes. A copy only where they are not."""
-    odd = q.data_ptr() % 16
-    for stride in q.stride()[:-1]:
-        odd |= stride * q.element_size() % 16
-    if odd == 0:
-        return q
-    return q.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a whole tensor at an odd address
-
-
 class PaddedQueries(threading.local):
     """Buffers of [rows, heads, width] bf16, by device, stream, head counts and width."""
 

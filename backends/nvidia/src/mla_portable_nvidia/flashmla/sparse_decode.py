@@ -19,9 +19,10 @@ from torch import Tensor
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch, attention_results
 from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, CacheLayout
+from mla_portable_nvidia.alignment import aligned
 from mla_portable_nvidia.flashmla.cache_view import CacheView
 from mla_portable_nvidia.flashmla.conventions import DecodeKernel, Plan, PreparedDecode, SecondCache
-from mla_portable_nvidia.flashmla.head_padding import PaddedQueries, aligned, kernel_heads
+from mla_portable_nvidia.flashmla.head_padding import PaddedQueries, kernel_heads
 from mla_portable_nvidia.flashmla.tile_schedules import TileSchedule, accumulator_bytes, num_sm_parts
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from mla_portable.contracts import attention_results
 from mla_portable.layouts import KV_LORA_RANK
+from mla_portable_nvidia.alignment import aligned
 from mla_portable_nvidia.flashmla.conventions import PrefillKernel
-from mla_portable_nvidia.flashmla.head_padding import PaddedQueries, aligned, kernel_heads
+from mla_portable_nvidia.flashmla.head_padding import PaddedQueries, kernel_heads
 
 if TYPE_CHECKING:
     from mla_portable_nvidia.passes.boundary import Boundary

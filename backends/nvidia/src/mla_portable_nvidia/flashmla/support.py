@@ -7,7 +7,6 @@ SM100 is declared from the sources that are named here; it was never run by this
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any, Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Primitive, Reason, Request, Support
@@ -55,13 +54,6 @@ def _decode_scratch(request: Request) -> int:
     rows = DEFAULT_SCRATCH_BYTES // (4 * heads * (KV_LORA_RANK + 1))
     padding = 0 if request.num_heads in KERNEL_HEADS else 2 * heads * (HEAD_SIZE + KV_LORA_RANK)
     return DEFAULT_SCRATCH_BYTES + rows * (padding + 4 * (request.topk or 2048) + 4 * (request.extra_topk or 0))
-
-
-def triton_missing() -> tuple[Reason, ...]:
-    """A reason where Triton is not installed: the passes around a vendor's kernel are written in it."""
-    if find_spec("triton") is None:
-        return (Reason("triton", "is not installed", "the passes around the kernel are written in it", "pip install triton"),)
-    return ()
 
 
 def attention_support(

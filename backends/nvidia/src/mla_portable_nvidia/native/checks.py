@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mla_portable.contracts import DeviceFacts, MLAPortableError, Reason, Request
-from mla_portable_nvidia.flashmla.discovery import device_with
+from mla_portable_nvidia.machine import device_with
 from mla_portable_nvidia.native.runtime.driver import DriverError, driver_version
 from mla_portable_nvidia.native.runtime.nvrtc import NvrtcNotFound, nvrtc_version
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, Request, Support
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerLogits, IndexerSelect, SelectInParts
-from mla_portable_nvidia.flashmla.head_padding import aligned
+from mla_portable_nvidia.alignment import aligned
 from mla_portable_nvidia.native.checks import check, index_of
 from mla_portable_nvidia.native.kernel_build import KernelBuild, load
 from mla_portable_nvidia.native.runtime.driver import Kernel, Launch, Launches
