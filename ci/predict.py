@@ -21,8 +21,8 @@ from mla_portable.capability.profiles import Facts, Profile, all_profiles
 from mla_portable.layouts import LAYOUTS
 from mla_portable_nvidia.compile_all import cuobjdump
 from mla_portable_nvidia.native import sparse_decode_sm80
-from mla_portable_nvidia.native.build import BLOCK_RESERVE, SM_SHARED_MEMORY, compile_build
-from mla_portable_nvidia.native.images import compile_kept
+from mla_portable_nvidia.native.kernel_build import BLOCK_RESERVE, SM_SHARED_MEMORY, compile_build
+from mla_portable_nvidia.native.runtime.images import compile_kept
 from mla_portable_triton import aot, compile_all
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")

@@ -96,7 +96,10 @@ def a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def kit() -> Iterator[SimpleNamespace]:
     """The modules of ci/vllm_gpu, importable for one file of tests alone."""
     folder = Path(__file__).parents[1] / "ci" / "vllm_gpu"
-    names = ("checkpoint", "rehearse", "selections", "jobs", "judge", "engine", "kernel_kinds", "timing", "run_logged", "kit")
+    names = (
+        *("checkpoint", "four_bits", "other_models", "named_models", "rehearse", "selections", "jobs", "judge", "engine"),
+        *("kernel_kinds", "timing", "run_logged", "kit"),
+    )
     sys.path.insert(0, str(folder))
     try:
         yield SimpleNamespace(**{name: import_module(name) for name in names})

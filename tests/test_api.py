@@ -26,7 +26,7 @@ from mla_portable.dispatch import serving
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry, get_registry, reset_registry
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
+from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16
 SLOTS = BLOCKS * BLOCK

@@ -48,7 +48,7 @@ from mla_portable.contracts.share import WHOLE
 from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.registry import Registry
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
+from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 # results
 

@@ -35,7 +35,7 @@ from mla_portable.contracts import (
     StepPlan,
 )
 from mla_portable.planner import Planner
-from mla_portable_nvidia.tile_schedules import TileSchedule
+from mla_portable_nvidia.flashmla.tile_schedules import TileSchedule
 
 # what is refused
 

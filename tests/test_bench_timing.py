@@ -43,7 +43,7 @@ from mla_portable.contracts import (
 from mla_portable.primitives import CACHE_WRITE, MERGE_STATES, SPARSE_DECODE
 from mla_portable.problems.bench import BenchProblem, KernelCase
 from mla_portable.registry import Registry
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
+from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 
 def schedule_of(problem: BenchProblem, kind: ScheduleKind | None) -> Any:

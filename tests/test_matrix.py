@@ -488,7 +488,7 @@ def test_an_edit_changes_no_choice_and_needs_no_new_run(copy_of_the_code: Path) 
     for path, old, new in (
         (core / "layouts/base.py", 'got=f"{dtype} rows of {width}"', 'got=f"rows of {width}, of {dtype}"'),
         (core / "layouts/base.py", '"add_layout", "layout"', '"add_layout", "the layout"'),
-        (nvidia / "native/bound.py", "for it was bound for", "because it was bound for"),
+        (nvidia / "native/bound_attention.py", "for it was bound for", "because it was bound for"),
         (triton / "attention_configs.py", "from __future__", "# another comment\nfrom __future__"),
         (core / "accelerator.py", "from __future__", "# another comment\nfrom __future__"),
         (core / "contracts/triton_launcher.py", "_KEPT: Final = 1024", "_KEPT: Final = 2048"),

@@ -71,19 +71,19 @@ import sys
 from pathlib import Path
 import torch
 from vllm_gpu.older_ptx import load_native_ptx_instead
-from mla_portable_nvidia.native import build
-from mla_portable_nvidia.native.choice import SMALL
-from mla_portable_nvidia.native.nvrtc import compile_cubin
+from mla_portable_nvidia.native import kernel_build
+from mla_portable_nvidia.native.build_choice import SMALL
+from mla_portable_nvidia.native.runtime.nvrtc import compile_cubin
 from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES
 
 load_native_ptx_instead(89, Path("loaded"))
 load_native_ptx_instead(89, Path("loaded"))
 assert torch.cuda.get_device_capability() == (8, 9)
-made = build.compile_build(MERGES[0], "sm_89", compile_cubin)
+made = kernel_build.compile_build(MERGES[0], "sm_89", compile_cubin)
 assert b".target sm_89" in made and b".visible .entry merge_splits" in made and made.endswith(bytes(1))
 assert [line.split()[1] for line in Path("loaded").read_text().splitlines()] == ["merge_splits-h1"]
 try:
-    build.compile_build(SMALL, "sm_90a", compile_cubin)
+    kernel_build.compile_build(SMALL, "sm_90a", compile_cubin)
 except RuntimeError as error:
     assert "not for sm89" in str(error)
 else:

@@ -13,7 +13,7 @@ import torch
 from mla_portable.contracts import SPLIT_KV, Batch, InvalidArgument, StepPlan
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.planner.staging import StagingRing
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule, tile_schedule
+from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, tile_schedule
 
 CONFIG = PlannerConfig(
     device="cpu",

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "mla_portable"
 PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / "pyproject.toml").exists())
+CODE = (CORE, ROOT / "ci", *(ROOT / "backends" / plugin / "src" / f"mla_portable_{plugin}" for plugin in PLUGINS))
 
 LOW = {"accelerator", "contracts", "errors", "layouts"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts", "primitives"))
@@ -81,27 +82,47 @@ KNOWN_CIRCLES = {
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    """Its name with the packages that it is in; those of ci/ begin with `ci`."""
+    root = next(top.parent for top in CODE if path.is_relative_to(top))
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
-def arrows_of_modules() -> dict[str, set[str]]:
-    """Module -> the modules whose names it imports; the package itself is left out, for its names load on first use.
+def imported_as(module: str) -> set[str]:
+    """The names that import it: programs of ci/ put ci/ on sys.path, or one of its folders."""
+    parts = module.split(".")
+    return {".".join(parts[1:]), parts[-1]} if parts[0] == "ci" else {module}
+
+
+def arrows_of_modules(*tops: Path) -> dict[str, set[str]]:
+    """Module below these folders -> those among them whose names it imports. The core's face is left out, for its names load on
+    first use.
 
     `from package import module` is an arrow to the module alone.
     """
-    files = {module_name(path): path for path in CORE.rglob("*.py")}
-    del files["mla_portable"]
+    files = {module_name(path): path for top in tops for path in top.rglob("*.py") if path != CORE / "__init__.py"}
+    known = {name: module for module in files for name in imported_as(module)}
     arrows: dict[str, set[str]] = {}
-    for name, path in files.items():
+    for module, path in files.items():
         targets = set[str]()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
-                targets |= {each if each in files else node.module for each in inner}
-        arrows[name] = targets & files.keys() - {name}
+                targets |= {each if each in known else node.module for each in inner}
+        arrows[module] = {known[target] for target in targets & known.keys()} - {module}
     return arrows
+
+
+def arrows_of_rooms(top: Path) -> dict[str, set[str]]:
+    """As `arrows_of_modules`, each folder below `top` being one node; the files of `top` itself stay nodes of their own."""
+    modules = arrows_of_modules(top)
+    folders = {module_name(path): module_name(path.parent) for path in top.rglob("*.py") if path.parent != top}
+    rooms: dict[str, set[str]] = {}
+    for module, targets in modules.items():
+        room = folders.get(module, module)
+        rooms[room] = rooms.get(room, set()) | {folders.get(target, target) for target in targets} - {room}
+    return rooms
 
 
 def circles(arrows: Mapping[str, set[str]]) -> set[frozenset[str]]:
@@ -121,12 +142,48 @@ def circles(arrows: Mapping[str, set[str]]) -> set[frozenset[str]]:
 
 def test_modules_import_one_another_in_no_circle():
     """Lazy imports and those for type checkers count."""
-    assert circles(arrows_of_modules()) <= KNOWN_CIRCLES
+    arrows = arrows_of_modules(*CODE)
+    assert {name.split(".")[0] for name in arrows} == {top.name for top in CODE}
+    assert circles(arrows) <= KNOWN_CIRCLES
+
+
+@pytest.mark.parametrize("top", CODE[1:], ids=lambda top: top.name)
+def test_folders_import_one_another_in_no_circle(top: Path):
+    """Of ci/ and of the plugins; the core's have `MAY_IMPORT`."""
+    assert not circles(arrows_of_rooms(top))
+
+
+ROOMS = {
+    "native": {"native.runtime"},
+    "native.runtime": set(),
+    "passes": {"native.runtime"},
+    "flashmla": {"passes"},
+    "fa3": {"passes"},
+    "deepgemm": {"native"},
+    "baselines": {"deepgemm", "flashmla"},
+}
+"""Folder of the nvidia plugin -> the folders that it imports. No library's folder imports another library's."""
+
+
+def test_the_nvidia_plugin_s_folders_are_by_library():
+    """Of the files beside the folders the plugin's face and `compile_all` alone import folders; no folder imports them."""
+    rooms = arrows_of_rooms(next(top for top in CODE if top.name == "mla_portable_nvidia"))
+    found = {room.partition(".")[2]: {target.partition(".")[2] for target in targets} for room, targets in rooms.items()}
+    assert {room: found[room] & ROOMS.keys() for room in ROOMS} == ROOMS
+    files = found.keys() - ROOMS.keys()
+    assert {file for file in files if found[file] & ROOMS.keys()} == {"", "compile_all"}
+    assert not any(found[room] & {"", "compile_all"} for room in ROOMS)
 
 
 def test_a_circle_is_found():
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert circles(arrows) == {frozenset({"b", "c"})}
+
+
+def test_arrows_between_files_of_one_folder_on_the_path_are_found():
+    arrows = arrows_of_modules(ROOT / "ci")
+    assert {"ci.vllm_gpu.checkpoint", "ci.vllm_gpu.other_models"} <= arrows["ci.vllm_gpu.named_models"]
+    assert "ci.vllm_gpu.older_ptx" in arrows["ci.run_older_ptx"]
 
 
 def private_imports(path: Path, package: str) -> set[str]:

@@ -232,7 +232,8 @@ del tl.extra.cuda.gdc_launch_dependents, tl.extra.cuda.gdc_wait
 
 import importlib, pkgutil
 import mla_portable_triton.kernels
-from mla_portable_nvidia import boundary, row_parts
+from mla_portable_nvidia.passes import boundary
+from mla_portable_nvidia.flashmla import row_parts
 
 names = [f"mla_portable_triton.kernels.{each.name}" for each in pkgutil.iter_modules(mla_portable_triton.kernels.__path__)]
 kernels = [

@@ -20,7 +20,7 @@ from mla_portable.contracts import InvalidArgument, Request, Support
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
+from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 
 def request(**changes: Any) -> Request:

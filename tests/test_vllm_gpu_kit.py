@@ -444,7 +444,7 @@ def test_kernels_of_no_known_kind_must_take_little(kit: Any):
 
 def test_a_rank_has_the_weights_of_one_of_eight_gpus(kit: Any, tmp_path: Path):
     for heads in kit.jobs.RANK_HEADS:
-        kit.checkpoint.write_model(tmp_path, f"rank{heads}")
+        kit.named_models.write_model(tmp_path, f"rank{heads}")
         config = json.loads((tmp_path / f"rank{heads}" / "config.json").read_text())
         hidden, queries = config["hidden_size"], config["q_lora_rank"]
         experts = (config["n_routed_experts"] + 1) * 3 * hidden * config["moe_intermediate_size"]
@@ -459,7 +459,7 @@ def test_a_rank_with_long_contexts_is_the_same_model_for_longer_sequences(kit: A
     assert (plugin.who, stock.who, plugin.options, plugin.arguments) == ("plugin", "stock", stock.options, stock.arguments)
     configs: list[dict[str, Any]] = []
     for name in (plugin.model, "rank16"):
-        kit.checkpoint.write_model(tmp_path, name)
+        kit.named_models.write_model(tmp_path, name)
         configs.append(json.loads((tmp_path / name / "config.json").read_text()))
     longer, shorter = configs
     assert {key for key in longer if longer[key] != shorter[key]} == {"max_position_embeddings", "rope_scaling"}
@@ -485,7 +485,7 @@ def test_a_step_that_the_host_bounds_informs(kit: Any):
 def test_a_rank_of_glm_flash_has_the_weights_of_one_of_four_gpus(kit: Any, tmp_path: Path):
     """The real model's fields, and as many bytes of experts as 72 in FP8."""
     (heads,) = {job.heads for job in kit.jobs.rank_flash()}
-    kit.checkpoint.write_model(tmp_path, f"rankflash{heads}")
+    kit.named_models.write_model(tmp_path, f"rankflash{heads}")
     config = json.loads((tmp_path / f"rankflash{heads}" / "config.json").read_text())
     hidden, layers, queries = config["hidden_size"], config["num_hidden_layers"], config["q_lora_rank"]
     assert (hidden, layers, queries, heads * 4) == (4096, 45, 1536, 64)
@@ -642,8 +642,8 @@ def test_weights_of_four_bits_are_those_of_the_model_rounded(
 ):
     """Read back by the formats' definitions. The indexer, norms and embeddings stay."""
     written: list[Any] = []
-    monkeypatch.setattr(kit.checkpoint, "write", lambda *given: written.extend(given))
-    kit.checkpoint.write_model(tmp_path, f"{kind}16")
+    monkeypatch.setattr(kit.named_models, "write", lambda *given: written.extend(given))
+    kit.named_models.write_model(tmp_path, f"{kind}16")
     folder, config, make = written
     stored = make()
     assert folder == tmp_path / f"{kind}16" and json.dumps(config)

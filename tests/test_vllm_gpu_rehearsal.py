@@ -400,7 +400,7 @@ def test_a_whole_run_is_judged(kit: Any, tmp_path: Path, monkeypatch: pytest.Mon
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "modules"), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr(kit.checkpoint, "write_model", lambda folder, name: None)
+    monkeypatch.setattr(kit.named_models, "write_model", lambda folder, name: None)
     monkeypatch.setattr(kit.kit.metadata, "version", lambda name: "0")
 
     def report(folder: str, only: str) -> tuple[int, str]:

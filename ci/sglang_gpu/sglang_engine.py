@@ -26,12 +26,13 @@ NEW, LIKELIEST = 48, 20
 
 def main() -> None:
     import checkpoint
+    import named_models
     import sglang
 
     _, mode, cache = sys.argv
     checkpoints, name = Path(os.environ.get("MLA_GPU_SGLANG_MODELS", "/tmp/mla-portable-sglang")), f"heads{HEADS}"
     if not (checkpoints / name / "model.safetensors").exists():
-        checkpoint.write_model(checkpoints, name)
+        named_models.write_model(checkpoints, name)
     impl = "flashmla_kv" if cache == "fp8_e4m3" else "flashmla_sparse"
     inputs = [each["prompt_token_ids"] for each in checkpoint.prompts(list(LENGTHS))]
     many = [each["prompt_token_ids"] for each in checkpoint.prompts([1024] * 16)]

@@ -11,12 +11,9 @@ Every tensor is drawn from its own seed, so checkpoints of different head counts
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import zlib
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -35,7 +32,8 @@ _OUTPUT_GAIN: Final = 4.0  # what attention adds is about as large as what it is
 _LOGIT_GAIN: Final = 1.0  # spread of the output logits
 
 
-def _config(heads: int) -> dict[str, Any]:
+def v32_config(heads: int) -> dict[str, Any]:
+    """config.json of the small model."""
     return {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",
@@ -161,95 +159,3 @@ def tensors(heads: int, *, drafts: bool = False) -> dict[str, Tensor]:
         weights.linear(f"{layer}.eh_proj", HIDDEN, 2 * HIDDEN)
         weights.linear(f"{layer}.shared_head.head", VOCAB, HIDDEN, _LOGIT_GAIN)
     return weights.end()
-
-
-def write(folder: Path, config: dict[str, Any], make: Callable[[], dict[str, Tensor]]) -> None:
-    """Write config.json and model.safetensors, unless they are there."""
-    from safetensors.torch import save_file
-
-    if (folder / "config.json").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(make(), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: it says that all is there
-
-
-_RANK_EXPERTS: Final = {16: 16, 128: 10}
-"""By the heads of a rank. 16 in BF16 have the bytes of the 32 FP8 experts of a GPU; beside the attention of 128 heads, which is
-eight times as large, 10 leave the same room."""
-
-
-_RANK_POSITIONS: Final = {"rank": 16_384, "ranklong": 65_536}
-"""By the kind of model."""
-
-
-def write_rank_config(folder: Path, heads: int, positions: int) -> None:
-    """The configuration, without weights, of what one of eight GPUs holds of DeepSeek-V3.2.
-
-    With 16 heads attention is split by tensor parallelism, with 128 each GPU has requests of its own (data parallelism). All 61
-    layers of the real widths, about 94 GB in BF16. One expert serves each token, and the dense layers are an eighth wide.
-    positions: the longest sequence, a multiple of 4,096.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    scaling = {**_config(heads)["rope_scaling"], "factor": positions // 4096, "original_max_position_embeddings": 4096}
-    config = _config(heads) | {
-        "num_hidden_layers": 61,
-        "hidden_size": 7168,
-        "q_lora_rank": 1536,
-        "intermediate_size": 2304,
-        "first_k_dense_replace": 3,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": _RANK_EXPERTS[heads],
-        "num_experts_per_tok": 1,
-        "vocab_size": 16_384,
-        "max_position_embeddings": positions,
-        "rope_scaling": scaling,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def write_dense_config(folder: Path) -> None:
-    """The configuration, without weights, of a model like the others but without an indexer: its attention is not sparse."""
-    folder.mkdir(parents=True, exist_ok=True)
-    dense = {key: value for key, value in _config(16).items() if not key.startswith("index_")}
-    dense |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-    (folder / "config.json").write_text(json.dumps(dense, indent=1))
-
-
-def write_model(folder: Path, name: str) -> None:
-    """Write the checkpoint `name` below a folder: `dense`, or what it is and its heads.
-
-    heads16: a small model. drafts16: with a layer that drafts. rank16: one GPU's share of the whole model, without weights.
-    ranklong16: the same for longer sequences. nope16, sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4
-    (`other_models`). rankflash16: as rank16, of the first of them. packed16, awq16: as heads16 in 4 bits
-    (`four_bits`).
-    """
-    import four_bits
-    import other_models
-
-    kind = name.rstrip("0123456789")
-    heads, to = name.removeprefix(kind), folder / name
-    if kind == "dense":
-        write_dense_config(to)
-    elif kind in _RANK_POSITIONS:
-        write_rank_config(to, int(heads), _RANK_POSITIONS[kind])
-    elif kind == "rankflash":
-        to.mkdir(parents=True, exist_ok=True)
-        (to / "config.json").write_text(json.dumps(other_models.glm_rank_config(int(heads)), indent=1))
-    else:
-        drafts = {"num_nextn_predict_layers": 1}
-        config, make = {
-            "heads": (_config, tensors),
-            "drafts": (lambda heads: _config(heads) | drafts, lambda heads: tensors(heads, drafts=True)),
-            "packed": (
-                lambda heads: _config(heads) | {"quantization_config": four_bits.PACKED},
-                lambda heads: four_bits.packed(tensors(heads)),
-            ),
-            "awq": (
-                lambda heads: _config(heads) | {"quantization_config": four_bits.AWQ},
-                lambda heads: four_bits.awq(tensors(heads)),
-            ),
-            "nope": (other_models.glm_config, other_models.glm_tensors),
-            "sinks": (other_models.hy_config, other_models.hy_tensors),
-        }[kind]
-        write(to, config(int(heads)), lambda: make(int(heads)))

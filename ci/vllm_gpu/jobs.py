@@ -100,7 +100,7 @@ class Job:
 
     @property
     def model(self) -> str:
-        """The name of its checkpoint, as `checkpoint.write_model` has it."""
+        """The name of its checkpoint, as `named_models.write_model` has it."""
         return self.options.get("model", f"heads{self.heads}")
 
     def llm_arguments(self, checkpoints: Path) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final, Literal
 
-import checkpoint
 import judge
+import named_models
 from jobs import (
     CONTEXT_PARALLEL,
     Job,
@@ -185,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> int:
         raise SystemExit(f"--only {args.only}: no job has that in its name")
     checkpoints = out / "checkpoints"
     for model in {job.model for job in todo}:
-        checkpoint.write_model(checkpoints, model)
+        named_models.write_model(checkpoints, model)
 
     parallel = len(todo) if asked in ("load", "prompts") else args.parallel  # what is timed takes turns
     if asked.startswith("rank"):

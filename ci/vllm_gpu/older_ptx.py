@@ -48,7 +48,7 @@ def load_ptx_instead(capability: int, loaded: Path) -> None:
 @cache
 def load_native_ptx_instead(capability: int, loaded: Path) -> None:
     """Likewise for kernels of mla_portable_nvidia; GPUs say that they are of that capability, which is how it finds one."""
-    from mla_portable_nvidia.native import build as native
+    from mla_portable_nvidia.native import kernel_build as native
 
     make = native.compile_build
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)

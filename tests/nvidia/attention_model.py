@@ -14,7 +14,7 @@ from typing import Any
 from native_model import SOURCES
 from source_on_cpu import compiled
 
-from mla_portable_nvidia.native.build import KernelBuild
+from mla_portable_nvidia.native.kernel_build import KernelBuild
 
 __all__ = ["FUNCTION", "Emulated"]
 

@@ -18,8 +18,10 @@ from itertools import product
 from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from mla_portable_nvidia import boundary, page_lists, row_parts
-from mla_portable_nvidia.prepared_passes import PreparedPass, layout
+from mla_portable_nvidia.passes import boundary
+from mla_portable_nvidia.fa3 import page_lists
+from mla_portable_nvidia.flashmla import row_parts
+from mla_portable_nvidia.passes.prepared_passes import PreparedPass, layout
 
 folder, only = Path(sys.argv[1]), sys.argv[2:]
 OWN = {

@@ -6,7 +6,10 @@ from __future__ import annotations
 import pytest
 from torch_passes import TorchBoundary, TorchIndexPasses, TorchPageLists, TorchPromptLse, TorchRowParts
 
-from mla_portable_nvidia import boundary, index_pass_kernels, page_lists, prompt_lse, row_parts
+from mla_portable_nvidia.deepgemm import index_pass_kernels
+from mla_portable_nvidia.fa3 import page_lists, prompt_lse
+from mla_portable_nvidia.flashmla import row_parts
+from mla_portable_nvidia.passes import boundary
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mla_portable_nvidia.discovery import forget
+from mla_portable_nvidia.flashmla.discovery import forget
 
 
 @dataclass

@@ -8,8 +8,8 @@ from functools import partial
 from compiling import KEPT
 
 from mla_portable_nvidia.compile_all import cuobjdump
-from mla_portable_nvidia.native import build as native_build
-from mla_portable_nvidia.native.images import compile_kept
+from mla_portable_nvidia.native import kernel_build as native_build
+from mla_portable_nvidia.native.runtime.images import compile_kept
 
 __all__ = ["kept_image", "kept_listing"]
 

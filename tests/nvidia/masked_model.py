@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mla_portable.primitives import MASKED_PREFILL
 from mla_portable_nvidia import native
-from mla_portable_nvidia.native import driver
 from mla_portable_nvidia.native import masked_prefill as masked
+from mla_portable_nvidia.native.runtime import driver
 
 __all__ = ["COUNTER", "SOURCE", "EmulatedMasked", "MaskedModel", "stand_in_for_device"]
 

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from mla_portable.layouts import LAYOUTS
 from mla_portable_nvidia import native
-from mla_portable_nvidia.native import build as kernel_build
-from mla_portable_nvidia.native import checks
-from mla_portable_nvidia.native.nvrtc import compile_cubin
+from mla_portable_nvidia.native import checks, kernel_build
+from mla_portable_nvidia.native.runtime.nvrtc import compile_cubin
 from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE, HEADERS, MAX_SPLITS, Build
 
 _LETTERS = {"float": "f", "int": "i", "i64": "q"}

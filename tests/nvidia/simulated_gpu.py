@@ -15,7 +15,7 @@ from machines import B200, H200
 from mla_portable.conformance import run_suite
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Registrar, hookimpl
 from mla_portable.registry import Registry
-from mla_portable_nvidia import attention, discovery
+from mla_portable_nvidia.flashmla import attention, discovery
 
 FACTS = {
     arch: replace(facts, name=f"stand-in of {facts.name}", device_type="cpu", graph_capture=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 from compiling import KEPT
 
 from mla_portable_nvidia import native
-from mla_portable_nvidia.native.images import compile_kept
+from mla_portable_nvidia.native.runtime.images import compile_kept
 
 __all__ = ["COMPILER", "compiled"]
 

@@ -21,7 +21,7 @@ from mla_portable.contracts import Primitive
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.registry import Registry
-from mla_portable_nvidia.baselines import fa3_function
+from mla_portable_nvidia.baselines.attention import fa3_function
 
 CPU = torch.device("cpu")
 
@@ -108,7 +108,7 @@ def test_decode_is_planned_and_padded_before_it_is_timed():
 
 
 def test_a_baseline_that_is_not_here_says_why():
-    from mla_portable_nvidia import discovery
+    from mla_portable_nvidia.flashmla import discovery
 
     discovery.forget()
     reasons = why(problem(SPARSE_DECODE, "fp8_ds_mla", heads=16))

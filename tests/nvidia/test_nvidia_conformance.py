@@ -9,7 +9,7 @@ from flashmla_standins import GENERATIONS, installed
 from simulated_gpu import FACTS, conforms, registry
 
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia import discovery
+from mla_portable_nvidia.flashmla import discovery
 
 ATTENTION = (SPARSE_DECODE, SPARSE_PREFILL)
 NAMES = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}

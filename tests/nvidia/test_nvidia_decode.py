@@ -17,10 +17,10 @@ from mla_portable.contracts import Batch, InvalidArgument, PlanMismatch, Request
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable_nvidia import head_padding
-from mla_portable_nvidia.sparse_decode import FlashMLADecode, rows_per_call
-from mla_portable_nvidia.support import attention_support
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts, tile_schedule
+from mla_portable_nvidia.flashmla import head_padding
+from mla_portable_nvidia.flashmla.sparse_decode import FlashMLADecode, rows_per_call
+from mla_portable_nvidia.flashmla.support import attention_support
+from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts, tile_schedule
 
 SCALE = 192**-0.5
 MIB = 1 << 20
@@ -137,7 +137,7 @@ def test_a_foreign_schedule_is_refused_before_anything_runs(schedule, message):
 
 
 def adapter(library: Library, max_scratch_bytes: int) -> FlashMLADecode:
-    from mla_portable_nvidia.discovery import find_kernel
+    from mla_portable_nvidia.flashmla.discovery import find_kernel
 
     found = find_kernel(SPARSE_DECODE, FACTS["sm90"])
     library.calls, library.accumulators = [], 0

@@ -19,10 +19,10 @@ from mla_portable.dispatch import serving
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT
 from mla_portable.primitives.topk_select import reference as topk_select
-from mla_portable_nvidia.deepgemm import PagedLogits, PagedScores, RaggedLogits, deepgemm_implementations
-from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm, forget_deepgemm
-from mla_portable_nvidia.deepgemm_select import DeepGemmSelect, select_implementations
-from mla_portable_nvidia.index_passes import Pages
+from mla_portable_nvidia.deepgemm.conventions import DeepGemm, deepgemm_reasons, find_deepgemm, forget_deepgemm
+from mla_portable_nvidia.deepgemm.indexer_logits import PagedLogits, PagedScores, RaggedLogits, deepgemm_implementations
+from mla_portable_nvidia.deepgemm.indexer_select import DeepGemmSelect, select_implementations
+from mla_portable_nvidia.deepgemm.pages import Pages
 from mla_portable_nvidia.native.topk_select import NativeTopkSelect
 
 PRIMITIVES = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT)

@@ -20,10 +20,12 @@ from mla_portable.conformance import cases_for
 from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
-from mla_portable_nvidia import discovery, support
-from mla_portable_nvidia.attention import NOPE_NAME, check_kernel
-from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
-from mla_portable_nvidia.support import TRUNCATION_VARIABLE
+from mla_portable_nvidia import machine
+from mla_portable_nvidia.flashmla import discovery
+from mla_portable_nvidia.flashmla.attention import NOPE_NAME, check_kernel
+from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, find_kernel
+from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
+from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
 
 SM90 = FACTS["sm90"]
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
@@ -211,7 +213,7 @@ def test_without_a_provider_every_one_is_named_with_its_remedy():
     with pytest.raises(UnsupportedRequest, match=r"remedy    .*install vLLM"):
         registry().bind(decode_request(), backend="nvidia")
     with pytest.raises(MLAPortableError, match="provider flash_mla"):
-        mla_portable_nvidia.attention.bind_sparse_decode(decode_request())
+        mla_portable_nvidia.flashmla.attention.bind_sparse_decode(decode_request())
 
 
 def a_module(*members: str) -> types.ModuleType:
@@ -245,7 +247,7 @@ def test_an_unknown_convention_is_refused_with_the_versions_that_are_known(provi
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch):
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     with installed("flash_mla 2025"):
         (reason,) = check_kernel(SPARSE_DECODE, FACTS["sm90"])
         monkeypatch.undo()

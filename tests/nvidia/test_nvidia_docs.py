@@ -7,9 +7,10 @@ from pathlib import Path
 
 import mla_portable_nvidia
 from mla_portable.registry import Registry
-from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
-from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
-from mla_portable_nvidia.support import TRUNCATION_VARIABLE
+from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, PROVIDERS
+from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
+from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
+from mla_portable_nvidia.native.runtime.images import VARIABLE as CACHE_VARIABLE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "nvidia.md").read_text()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mla_portable.registry.faults import is_fatal
-from mla_portable_nvidia.native import driver
+from mla_portable_nvidia.native.runtime import driver
 
 CONTEXT = 0xC0DE  # of device 0; device n has CONTEXT + n
 

@@ -27,16 +27,18 @@ from torch_passes import TorchBoundary
 
 from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia import boundary, native, row_parts
-from mla_portable_nvidia.boundary import Boundary
-from mla_portable_nvidia.flash_attention3 import bind_fa3_decode, bind_fa3_prefill
-from mla_portable_nvidia.native.bind import ARCHS
-from mla_portable_nvidia.native.build import compile_build
-from mla_portable_nvidia.native.choice import BUILDS, LARGE, MANY, SMALL
-from mla_portable_nvidia.native.nvrtc import compile_cubin
+from mla_portable_nvidia import native
+from mla_portable_nvidia.fa3.sparse_attention import bind_fa3_decode, bind_fa3_prefill
+from mla_portable_nvidia.flashmla import row_parts
+from mla_portable_nvidia.flashmla.row_parts import RowParts
+from mla_portable_nvidia.native.attention_sm90 import ARCHS
+from mla_portable_nvidia.native.build_choice import BUILDS, LARGE, MANY, SMALL
+from mla_portable_nvidia.native.kernel_build import compile_build
+from mla_portable_nvidia.native.runtime.nvrtc import compile_cubin
 from mla_portable_nvidia.native.sparse_decode import Tensors, prepare
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS
-from mla_portable_nvidia.row_parts import RowParts
+from mla_portable_nvidia.passes import boundary
+from mla_portable_nvidia.passes.boundary import Boundary
 
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(@!?U?P\w+ +)?([A-Z][\w.]*)([^;]*);")
 """Of cuobjdump's listing: address, predicate, operation, operands."""

@@ -17,10 +17,10 @@ from torch_passes import TorchPromptLse
 from mla_portable.contracts import MLAPortableError, Request
 from mla_portable.primitives import MASKED_PREFILL
 from mla_portable.problems.masked_prefill import masked_prefill as oracle
-from mla_portable_nvidia.fa3_operator import find_fa3_prompts
-from mla_portable_nvidia.flash_attention3_prompts import bind_fa3_prompts, prompt_implementations
+from mla_portable_nvidia.fa3.masked_prefill import bind_fa3_prompts, prompt_implementations
+from mla_portable_nvidia.fa3.operators import find_fa3_prompts
+from mla_portable_nvidia.fa3.prompt_lse import PromptLse
 from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementations
-from mla_portable_nvidia.prompt_lse import PromptLse
 
 DIMS = {"qk_head_dim": 192, "v_head_dim": 128}
 

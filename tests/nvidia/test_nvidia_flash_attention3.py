@@ -16,9 +16,8 @@ from torch_passes import TorchBoundary, TorchPageLists
 from mla_portable.contracts import MLAPortableError, Primitive, Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.attention import attend
-from mla_portable_nvidia.discovery import PROVIDER_VARIABLE
-from mla_portable_nvidia.fa3_operator import find_fa3
-from mla_portable_nvidia.flash_attention3 import (
+from mla_portable_nvidia.fa3.operators import find_fa3
+from mla_portable_nvidia.fa3.sparse_attention import (
     FlashAttention3,
     accumulator_bytes,
     bind_fa3_decode,
@@ -26,7 +25,8 @@ from mla_portable_nvidia.flash_attention3 import (
     fa3_implementations,
     most_splits,
 )
-from mla_portable_nvidia.flat_decode import FlatPrefill
+from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
+from mla_portable_nvidia.passes.flat_rows import FlatPrefill
 
 
 def suite(level: str) -> None:

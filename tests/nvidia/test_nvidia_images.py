@@ -15,8 +15,9 @@ import mla_portable_nvidia
 from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
-from mla_portable_nvidia.native import build, images, nvrtc
-from mla_portable_nvidia.native.choice import SMALL
+from mla_portable_nvidia.native import kernel_build
+from mla_portable_nvidia.native.build_choice import SMALL
+from mla_portable_nvidia.native.runtime import images, nvrtc
 
 CALL = ("source", "sm_90a", [("MT", 1)], {"header": "text"})
 
@@ -163,11 +164,11 @@ def test_where_images_are_kept(monkeypatch, tmp_path):
 
 def test_a_build_is_loaded_through_the_cache_and_compiled_without_it(monkeypatch):
     asked = []
-    monkeypatch.setattr(build, "compile_kept", lambda *call: asked.append(call) or b"image")
-    monkeypatch.setattr(build, "Module", lambda image, device: _Loaded(image))
-    assert build.load.__wrapped__(SMALL, "sm_90a", 0) == b"image"
+    monkeypatch.setattr(kernel_build, "compile_kept", lambda *call: asked.append(call) or b"image")
+    monkeypatch.setattr(kernel_build, "Module", lambda image, device: _Loaded(image))
+    assert kernel_build.load.__wrapped__(SMALL, "sm_90a", 0) == b"image"
     assert [call[1:3] for call in asked] == [("sm_90a", SMALL.defines)]
-    build.compile_build(SMALL, "sm_90a", lambda *call: b"")
+    kernel_build.compile_build(SMALL, "sm_90a", lambda *call: b"")
     assert len(asked) == 1
 
 

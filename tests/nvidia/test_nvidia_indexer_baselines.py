@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_portable.bench.candidates import baseline_candidates
 from mla_portable.primitives import INDEXER_SELECT, TOPK_SELECT
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
-from mla_portable_nvidia.indexer_baselines import indexer_baselines
+from mla_portable_nvidia.baselines.indexer import indexer_baselines
 
 CPU = torch.device("cpu")
 DECODE = ("cooperative_topk", "persistent_topk", "top_k_per_row_decode")

@@ -14,12 +14,12 @@ from native_model import Model, stand_ins
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request, ScheduleLimits
 from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia import attention
-from mla_portable_nvidia.flat_decode import flat_implementations
-from mla_portable_nvidia.native import bind, checks
-from mla_portable_nvidia.native.choice import BUILDS, FEW, MANY, builds
-from mla_portable_nvidia.native.driver import Launches
-from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
+from mla_portable_nvidia.flashmla import attention
+from mla_portable_nvidia.flashmla.flat_decode import flat_implementations
+from mla_portable_nvidia.native import attention_sm90, checks
+from mla_portable_nvidia.native.build_choice import BUILDS, FEW, MANY, builds
+from mla_portable_nvidia.native.runtime.driver import Launches
+from mla_portable_nvidia.native.runtime.nvrtc import NvrtcNotFound
 from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE, layout_name
 
 SCALE = 576**-0.5
@@ -97,7 +97,7 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
     kv = cache(7, block_size, gap, layout=layout)
     q, indices = problem(batch, query_len, num_heads, topk, 7 * block_size, LAYOUTS[layout].key_width)
     lengths = torch.randint(0, topk + 1, (batch, query_len), dtype=torch.int32)
-    decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, num_heads=num_heads))
+    decode = attention_sm90.bind_sparse_decode(REQUEST.but(kv_layout=layout, num_heads=num_heads))
     assert set(models) == set(builds(layout, num_heads))
     assert {build for build in BUILDS[layout] if build not in models} == {
         build for build in BUILDS[layout] if build.kernel == MANY.kernel and num_heads <= FEW
@@ -110,7 +110,7 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
 @pytest.mark.parametrize("follows_in_order", [False, True])
 def test_a_launch_starts_early_where_what_is_in_front_ends_in_order(models, layout, follows_in_order):
     kv, (q, indices) = cache(7, 16, layout=layout), problem(2, 1, 16, 64, 7 * 16, LAYOUTS[layout].key_width)
-    decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, follows_in_order=follows_in_order))
+    decode = attention_sm90.bind_sparse_decode(REQUEST.but(kv_layout=layout, follows_in_order=follows_in_order))
     decode(q, kv, indices, softmax_scale=SCALE)
     assert [early for model in models.values() for early in model.started_early] == [follows_in_order]
 
@@ -154,7 +154,7 @@ def check_second_cache(models, request, binding, rows, *, planned=False):
 @pytest.mark.parametrize("rows", [*BUILDS])
 def test_a_second_cache_and_queries_without_rope_reach_the_kernel(models, rows):
     torch.manual_seed(0)
-    check_second_cache(models, REQUEST, bind, rows)
+    check_second_cache(models, REQUEST, attention_sm90, rows)
 
 
 @EACH
@@ -163,8 +163,8 @@ def test_one_token_of_one_query_is_a_prefill_token(models, layout):
     request = REQUEST.but(kv_layout=layout)
     q, indices = problem(6, 1, 16, 64, 64, LAYOUTS[layout].key_width)
     lengths = torch.randint(0, 65, (6,), dtype=torch.int32)
-    decoded = bind.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, lengths=lengths[:, None])
-    prefill = bind.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
+    decoded = attention_sm90.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, lengths=lengths[:, None])
+    prefill = attention_sm90.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
     rows = kv.flatten(0, 1) if layout == "bf16" else kv
     out, lse = torch.zeros(6, 16, 512).bfloat16(), torch.zeros(6, 16)
     for options in ({}, {"out": out, "lse_out": lse}):
@@ -180,10 +180,10 @@ def test_a_cache_that_16_byte_copies_cannot_read_is_refused_before_a_launch(mode
     request = REQUEST.but(kv_layout=layout)
     q, indices = problem(2, 1, 16, 32, 12)
     with pytest.raises(InvalidArgument, match=r"multiples of 16 bytes.*cache_alignment") as caught:
-        bind.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE)
+        attention_sm90.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE)
     assert f"a start at {offset % 16}" in str(caught.value)
     assert f"blocks {4 * LAYOUTS[layout].row_bytes + gap} bytes apart" in str(caught.value)
-    prefill = bind.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
+    prefill = attention_sm90.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
     with pytest.raises(InvalidArgument, match="multiples of 16 bytes"):
         prefill(q[:, 0], kv, indices[:, 0], softmax_scale=SCALE)
     assert launches(models) == []
@@ -192,7 +192,7 @@ def test_a_cache_that_16_byte_copies_cannot_read_is_refused_before_a_launch(mode
 @pytest.mark.parametrize(("bound", "given"), [("bf16", "fp8_ds_mla"), ("fp8_ds_mla", "bf16")])
 def test_rows_of_another_layout_than_was_bound_are_refused_before_a_launch(models, bound, given):
     q, indices = problem(2, 1, 16, 32, 12)
-    decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=bound))
+    decode = attention_sm90.bind_sparse_decode(REQUEST.but(kv_layout=bound))
     with pytest.raises(InvalidArgument, match=rf"rows of {LAYOUTS[given].row_width}.*bound for {bound}"):
         decode(q, cache(3, 4, layout=given), indices, softmax_scale=SCALE)
     assert launches(models) == []
@@ -204,20 +204,20 @@ def test_queries_and_results_that_lie_unevenly_go_through_copies(models):
     wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE)[0]
     uneven_q, out = torch.zeros(q.numel() + 8).bfloat16()[3:-5].view(q.shape), torch.zeros(wanted.numel() + 1).bfloat16()
     out = out[1:].view(wanted.shape)
-    got, _ = bind.bind_sparse_decode(REQUEST)(uneven_q.copy_(q), kv, indices, softmax_scale=SCALE, out=out)
+    got, _ = attention_sm90.bind_sparse_decode(REQUEST)(uneven_q.copy_(q), kv, indices, softmax_scale=SCALE, out=out)
     assert got is out
     torch.testing.assert_close(out, wanted, rtol=8e-3, atol=1e-3)
     (launch,) = launches(models)
     assert launch.q != uneven_q.data_ptr() and launch.out != out.data_ptr()
     apart = torch.zeros(3, 1, 16, 514).bfloat16()[..., :512]
-    bind.bind_sparse_decode(REQUEST)(spread(q, 1), kv, indices, softmax_scale=SCALE, out=apart)
+    attention_sm90.bind_sparse_decode(REQUEST)(spread(q, 1), kv, indices, softmax_scale=SCALE, out=apart)
     torch.testing.assert_close(apart, wanted, rtol=8e-3, atol=1e-3)
 
 
 def test_a_launch_is_prepared_once_for_tensors_that_lie_alike(models):
     kv, other = cache(4, 16), cache(4, 16)
     q, indices = problem(3, 1, 16, 64, 64)
-    bound = bind.bind_sparse_decode(REQUEST)
+    bound = attention_sm90.bind_sparse_decode(REQUEST)
 
     def check(q, kv, indices, prepared, **options):
         out, lse = bound(q, kv, indices, softmax_scale=SCALE, **options)
@@ -242,7 +242,7 @@ def test_a_launch_is_prepared_once_for_tensors_that_lie_alike(models):
 
 def test_prepared_launches_are_bounded(models, monkeypatch):
     monkeypatch.setattr(Launches, "most", 2)
-    decode = bind.bind_sparse_decode(REQUEST)
+    decode = attention_sm90.bind_sparse_decode(REQUEST)
     kv = cache(4, 16)
     for batch, prepared in ((1, 1), (2, 2), (1, 2), (3, 3), (3, 3), (1, 4)):
         q, indices = problem(batch, 1, 16, 64, 64)
@@ -253,7 +253,7 @@ def test_prepared_launches_are_bounded(models, monkeypatch):
 @pytest.mark.parametrize("shape", [(0, 1), (2, 0)])
 def test_no_row_no_launch(models, shape):
     q, indices = torch.empty(*shape, 16, 576).bfloat16(), torch.empty(*shape, 64, dtype=torch.int32)
-    out, lse = bind.bind_sparse_decode(REQUEST)(q, cache(1, 4), indices, softmax_scale=SCALE)
+    out, lse = attention_sm90.bind_sparse_decode(REQUEST)(q, cache(1, 4), indices, softmax_scale=SCALE)
     assert (out.shape, lse.shape) == ((*shape, 16, 512), (*shape, 16))
     assert launches(models) == []
 
@@ -261,7 +261,7 @@ def test_no_row_no_launch(models, shape):
 @EACH
 def test_batch_invariant_every_batch_is_cut_alike(models, layout):
     kv = cache(4, 16, layout=layout)
-    decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, batch_invariant=True))
+    decode = attention_sm90.bind_sparse_decode(REQUEST.but(kv_layout=layout, batch_invariant=True))
     for batch in (1, 20, 140):
         q, indices = problem(batch, 1, 16, 64, 64, LAYOUTS[layout].key_width)
         decode(q, kv, indices, softmax_scale=SCALE)
@@ -272,7 +272,7 @@ def test_batch_invariant_every_batch_is_cut_alike(models, layout):
 def test_a_shape_is_cut_once(models):
     kv = cache(4, 16)
     q, indices = problem(3, 1, 16, 64, 64)
-    decode = bind.bind_sparse_decode(REQUEST)
+    decode = attention_sm90.bind_sparse_decode(REQUEST)
     for _ in range(3):
         decode(q, kv, indices, softmax_scale=SCALE)
     asked = [(build, size) for build, model in models.items() for size in model.asked]
@@ -283,7 +283,7 @@ def test_a_shape_is_cut_once(models):
 
 
 def test_few_heads_come_before_many_and_both_before_flashmla():
-    offered = {each.name: each for each in bind.native_implementations() if each.primitive is SPARSE_DECODE}
+    offered = {each.name: each for each in attention_sm90.native_implementations() if each.primitive is SPARSE_DECODE}
     assert offered["nvidia.native"].preference < offered["nvidia.native_wide"].preference < 10
     needed = {name: each.support.min_shared_memory for name, each in offered.items()}
     wide = [build for builds in BUILDS.values() for build in builds if build.kernel == MANY.kernel]
@@ -302,7 +302,7 @@ def test_few_heads_come_before_many_and_both_before_flashmla():
 
 @pytest.mark.parametrize("alignment", [1, 2, 4, 8])
 def test_a_cache_that_16_byte_copies_cannot_read_is_a_reason_and_no_error_of_a_call(alignment):
-    for offered in (*attention.attention_implementations(), *flat_implementations(), *bind.native_implementations()):
+    for offered in (*attention.attention_implementations(), *flat_implementations(), *attention_sm90.native_implementations()):
         request = REQUEST.but(
             primitive=offered.primitive,
             device=replace(H200, arch=offered.support.archs[0]),
@@ -324,7 +324,7 @@ def test_what_the_machine_lacks_is_said_with_a_remedy(monkeypatch):
     monkeypatch.setattr(checks, "device_with", lambda facts: None)
     assert [(reason.subject, reason.limit) for reason in checks.check(H200)] == [("device", "not on this machine")]
     with pytest.raises(MLAPortableError, match="no CUDA device of this machine"):
-        bind.bind_sparse_decode(REQUEST)
+        attention_sm90.bind_sparse_decode(REQUEST)
     monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
 
     def no_nvrtc():

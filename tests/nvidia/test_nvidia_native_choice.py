@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_portable_nvidia.native.choice import BUILDS, FEW, MANY, builds, choose
+from mla_portable_nvidia.native.build_choice import BUILDS, FEW, MANY, builds, choose
 
 
 def clusters_of(parts):

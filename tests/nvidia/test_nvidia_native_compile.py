@@ -25,15 +25,15 @@ from mla_portable.capability.claims import proven_by_ci
 from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all, native
-from mla_portable_nvidia.native import build as build_module
+from mla_portable_nvidia.native import kernel_build as build_module
 from mla_portable_nvidia.native import sparse_decode_sm80
-from mla_portable_nvidia.native.bind import ARCHS
-from mla_portable_nvidia.native.build import compile_build
-from mla_portable_nvidia.native.choice import BUILDS, MANY
+from mla_portable_nvidia.native.attention_sm90 import ARCHS
+from mla_portable_nvidia.native.build_choice import BUILDS, MANY
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL
+from mla_portable_nvidia.native.kernel_build import compile_build
 from mla_portable_nvidia.native.masked_prefill import BUILDS as MASKED_PREFILL
-from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, compile_cubin, nvrtc_version
 from mla_portable_nvidia.native.pack_selection import BUILD as PACK_SELECTION
+from mla_portable_nvidia.native.runtime.nvrtc import CompilationFailed, NvrtcNotFound, compile_cubin, nvrtc_version
 from mla_portable_nvidia.native.sparse_decode import HEADERS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build

@@ -23,9 +23,9 @@ from mla_portable.contracts import InvalidArgument, Request, ScheduleLimits
 from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import compile_all
-from mla_portable_nvidia.native import bind_sm80
-from mla_portable_nvidia.native.build import compile_build
-from mla_portable_nvidia.native.nvrtc import CompilationFailed
+from mla_portable_nvidia.native import attention_sm80
+from mla_portable_nvidia.native.kernel_build import compile_build
+from mla_portable_nvidia.native.runtime.nvrtc import CompilationFailed
 from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE
 from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGES, SHARED_MEMORY, LargeSm80Build, builds
 
@@ -118,11 +118,11 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
     q, indices = problem(batch, query_len, num_heads, topk, 7 * block_size)
     lengths = torch.randint(0, topk + 1, (batch, query_len), dtype=torch.int32)
     request = REQUEST.but(kv_layout=layout, num_heads=num_heads)
-    decode = bind_sm80.bind_sparse_decode(request)
+    decode = attention_sm80.bind_sparse_decode(request)
     schedule = None
     if planned:
         limits = ScheduleLimits(torch.device("cpu"), num_heads, topk, batch * query_len, query_len, 12, "sm80", request=request)
-        schedule = next(bind_sm80.sm80_implementations()).schedule_kind.planner(limits).get(batch, query_len)
+        schedule = next(attention_sm80.sm80_implementations()).schedule_kind.planner(limits).get(batch, query_len)
     check_calls(decode, q, kv, indices, lengths, rtol=1e-2, atol=2e-3, schedule=schedule)
     (attend,) = [model for build, model in models.items() if build not in MERGES]
     assert attend.build in builds("sm80", layout, num_heads) and len(attend.launches) == 4
@@ -135,7 +135,7 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
 def test_a_refusal_names_the_implementation(models):
     q, indices = problem(2, 1, 16, 64, 112)
     with pytest.raises(InvalidArgument, match=r"^nvidia\.native_sm80: kv_cache: got torch\.bfloat16 rows of 576"):
-        bind_sm80.bind_sparse_decode(REQUEST)(q, cache(7, 16, layout=BF16.name), indices, softmax_scale=SCALE)
+        attention_sm80.bind_sparse_decode(REQUEST)(q, cache(7, 16, layout=BF16.name), indices, softmax_scale=SCALE)
 
 
 @BOTH
@@ -143,9 +143,9 @@ def test_tokens_of_a_prefill_and_batch_invariant_rows_stay_whole(models, layout)
     kv = cache(40, 16, layout=layout)
     q, indices = problem(2, 1, 16, 640, 640)
     request = REQUEST.but(kv_layout=layout)
-    decode = bind_sm80.bind_sparse_decode(request)
-    whole = bind_sm80.bind_sparse_decode(request.but(batch_invariant=True))
-    prefill = bind_sm80.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
+    decode = attention_sm80.bind_sparse_decode(request)
+    whole = attention_sm80.bind_sparse_decode(request.but(batch_invariant=True))
+    prefill = attention_sm80.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
     rows = kv.flatten(0, 1) if layout == "bf16" else kv
     wanted, _ = decode(q, kv, indices, softmax_scale=SCALE)
     split = models[builds("sm80", layout, 16)[0]]
@@ -161,18 +161,18 @@ def test_tokens_of_a_prefill_and_batch_invariant_rows_stay_whole(models, layout)
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_second_cache_and_queries_without_rope_reach_the_kernel(models, rows, planned):
     torch.manual_seed(0)
-    check_second_cache(models, REQUEST, bind_sm80, rows, planned=planned)
+    check_second_cache(models, REQUEST, attention_sm80, rows, planned=planned)
 
 
 def test_scratch_is_counted_where_a_call_allocates_it():
-    scratch = next(bind_sm80.sm80_implementations()).support.workspace_bytes
+    scratch = next(attention_sm80.sm80_implementations()).support.workspace_bytes
     assert scratch(REQUEST.but(rows=1)) == 32 * 16 * 513 * 4
     assert scratch(REQUEST.but(rows=1000)) == scratch(REQUEST.but(rows=1, batch_invariant=True)) == 0
 
 
 @pytest.mark.parametrize("device", [A100, RTX_4090, RTX_5090], ids=lambda device: device.arch)
 def test_every_part_is_declared_and_every_build_fits_it(device):
-    for offered in bind_sm80.sm80_implementations():
+    for offered in attention_sm80.sm80_implementations():
         request = REQUEST.but(primitive=offered.primitive, device=device)
         assert offered.support.reasons(request.but(num_heads=128, batch_invariant=True)) == ()
         assert offered.support.reasons(request.but(kv_layout="bf16")) == ()

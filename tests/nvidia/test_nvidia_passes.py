@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch_passes import TorchBoundary, TorchIndexPasses, TorchPageLists, TorchRowParts
 
-from mla_portable_nvidia.boundary import Boundary
-from mla_portable_nvidia.index_pass_kernels import IndexPasses
-from mla_portable_nvidia.index_passes import Pages, Rows
-from mla_portable_nvidia.page_lists import PageLists
-from mla_portable_nvidia.row_parts import RowParts
+from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
+from mla_portable_nvidia.deepgemm.pages import Pages, Rows
+from mla_portable_nvidia.fa3.page_lists import PageLists
+from mla_portable_nvidia.flashmla.row_parts import RowParts
+from mla_portable_nvidia.passes.boundary import Boundary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1

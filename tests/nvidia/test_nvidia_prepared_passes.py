@@ -12,11 +12,12 @@ import torch
 from compiled_passes import compile_passes
 
 from mla_portable.contracts.triton_launcher import OPTIONS
-from mla_portable_nvidia import boundary, early_start, page_lists, prepared_passes
-from mla_portable_nvidia.boundary import Boundary
-from mla_portable_nvidia.early_start import can_wait
-from mla_portable_nvidia.page_lists import PageLists
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, layout, prepared
+from mla_portable_nvidia.fa3 import page_lists
+from mla_portable_nvidia.fa3.page_lists import PageLists
+from mla_portable_nvidia.passes import boundary, early_start, prepared_passes
+from mla_portable_nvidia.passes.boundary import Boundary
+from mla_portable_nvidia.passes.early_start import can_wait
+from mla_portable_nvidia.passes.prepared_passes import Arguments, PreparedPass, layout, prepared
 
 PARAMETERS = [(0, 8), (8, 8), (16, 4), (24, 8), (32, 8), (40, 8)]
 """(offset, size) of two pointers, 5 as i32, 2**40 as i64, two scratch pointers."""

@@ -20,8 +20,8 @@ from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.attention import SOFTMAX_SCALE
 from mla_portable.problems.step import StepInputs, StepShape, make_inputs
-from mla_portable_nvidia import boundary
-from mla_portable_nvidia.discovery import find_kernel
+from mla_portable_nvidia.flashmla.discovery import find_kernel
+from mla_portable_nvidia.passes import boundary
 
 PROMISE = {"clean_indices": True, "lse": False}
 

@@ -24,10 +24,10 @@ from mla_portable.contracts import InvalidArgument, Request
 from mla_portable.primitives import MASKED_PREFILL, PACK_SELECTION
 from mla_portable.problems.base import cases_for
 from mla_portable_nvidia import compile_all, native
-from mla_portable_nvidia.native import driver
 from mla_portable_nvidia.native import masked_prefill as masked
 from mla_portable_nvidia.native import pack_selection as pack
-from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
+from mla_portable_nvidia.native.runtime import driver
+from mla_portable_nvidia.native.runtime.nvrtc import CompilationFailed, compile_cubin
 
 PACK = files(native).joinpath("pack_selection.cu").read_text(encoding="utf-8")
 HEADER = {"instructions.cuh": files(native).joinpath("instructions.cuh").read_text(encoding="utf-8")}

@@ -16,7 +16,7 @@ from test_nvidia_native_sm80 import REQUEST
 from mla_portable.contracts import SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA, FP8_V4, LAYOUTS
 from mla_portable.problems.attention_problem import EDGES, edge_lengths
-from mla_portable_nvidia.native import bind_sm80
+from mla_portable_nvidia.native import attention_sm80
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -39,7 +39,7 @@ def check(monkeypatch, kv, q, indices, request, schedule=None, **options):
     if extra is not None:
         request = request.but(extra_topk=options["extra_indices"].shape[-1], extra_block_size=extra.shape[1])
     monkeypatch.setattr(Emulated, "caches", tuple(extent(each) for each in (kv, extra) if each is not None))
-    out, lse = bind_sm80.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, schedule=schedule, **options)
+    out, lse = attention_sm80.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, schedule=schedule, **options)
     wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
     error = (out.float() - wanted.float()).abs().amax(-1) / wanted.float().abs().amax(-1).clamp_min(1e-6)
     assert error.max() < 1.5e-2
@@ -150,7 +150,7 @@ def test_every_exponent_of_a_scale_of_v4(monkeypatch, num_heads):
     q[..., 320:448] *= 2.0**-16
     monkeypatch.setattr(Emulated, "caches", (extent(kv),))
     request = REQUEST.but(kv_layout=FP8_V4.name, num_heads=num_heads, batch_invariant=True)
-    decode = bind_sm80.bind_sparse_decode(request)
+    decode = attention_sm80.bind_sparse_decode(request)
     out, lse = decode(q, kv, indices, softmax_scale=SCALE)
     wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE)
     for got, want in zip(out.double().split(64, dim=-1), wanted.double().split(64, dim=-1), strict=True):
@@ -231,7 +231,7 @@ def test_a_nan_code_in_a_row_that_is_named_counts_as_480(monkeypatch, sign):
     row = kv.view(-1, 656)[5]
     indices[0, 0, 3] = 5
     row[128:256] = 0
-    decode = bind_sm80.bind_sparse_decode(REQUEST.but(device=A100))
+    decode = attention_sm80.bind_sparse_decode(REQUEST.but(device=A100))
     results = []
     for code, factor in ((0x7F, 1.0), (0x77, 2.0)):
         row[130] = code | sign
@@ -251,7 +251,7 @@ def test_a_broken_query_shows_in_its_own_head(monkeypatch, layout, broken):
     monkeypatch.setattr(Emulated, "caches", (extent(kv),))
     q, indices = problem(2, 1, 16, 40, 48)
     indices[1] = -1
-    decode = bind_sm80.bind_sparse_decode(REQUEST.but(kv_layout=layout, batch_invariant=True))
+    decode = attention_sm80.bind_sparse_decode(REQUEST.but(kv_layout=layout, batch_invariant=True))
     whole = decode(q, kv, indices, softmax_scale=SCALE)
     q[:, :, 3, 70] = broken
     out, lse = decode(q, kv, indices, softmax_scale=SCALE)

@@ -12,9 +12,9 @@ from torch import Tensor
 from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems.attention import attend
-from mla_portable_nvidia.flat_decode import bind_flat_decode
-from mla_portable_nvidia.sparse_prefill import FlashMLAPrefill
-from mla_portable_nvidia.split_prefill import num_parts
+from mla_portable_nvidia.flashmla.flat_decode import bind_flat_decode
+from mla_portable_nvidia.flashmla.sparse_prefill import FlashMLAPrefill
+from mla_portable_nvidia.flashmla.split_prefill import num_parts
 
 ROWS, TOPK = 3, 1024
 
@@ -72,7 +72,7 @@ def test_an_lse_of_rows_that_are_not_cut_comes_from_the_whole_call():
 
 
 def test_heads_that_are_padded_take_the_same_passes_in_one_part(monkeypatch):
-    monkeypatch.setattr("mla_portable_nvidia.split_prefill.num_parts", lambda *_: 1)
+    monkeypatch.setattr("mla_portable_nvidia.flashmla.split_prefill.num_parts", lambda *_: 1)
     monkeypatch.setattr(FlashMLAPrefill, "__call__", lambda *_, **__: pytest.fail("padded by itself"))
     q, kv, indices, lengths = problem(40)
     with installed("vllm 0.26") as library:

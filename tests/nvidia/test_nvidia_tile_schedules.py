@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_portable.contracts import InvalidArgument, ScheduleLimits
-from mla_portable_nvidia.tile_schedules import TileSchedule, TileSchedules, accumulator_bytes, num_sm_parts, tile_schedule
+from mla_portable_nvidia.flashmla.tile_schedules import (
+    TileSchedule,
+    TileSchedules,
+    accumulator_bytes,
+    num_sm_parts,
+    tile_schedule,
+)
 
 OVERHEAD = 5
 

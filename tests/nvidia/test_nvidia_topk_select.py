@@ -20,7 +20,7 @@ from mla_portable.problems.topk_select import LONG, TopkSelectParams
 from mla_portable.problems.topk_select import topk_select as oracle
 from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native import topk_select as native
-from mla_portable_nvidia.native.driver import Launches
+from mla_portable_nvidia.native.runtime.driver import Launches
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, MAX_TOPK, TopkBuild, choose, topk_implementations
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -16,10 +16,10 @@ from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems.sparse_decode import sparse_decode as oracle
 from mla_portable.registry import Registry
-from mla_portable_nvidia import discovery
-from mla_portable_nvidia.attention import attention_implementations
-from mla_portable_nvidia.native.bind import native_implementations
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts
+from mla_portable_nvidia.flashmla import discovery
+from mla_portable_nvidia.flashmla.attention import attention_implementations
+from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts
+from mla_portable_nvidia.native.attention_sm90 import native_implementations
 
 NAME = "nvidia.flashmla_v4"
 SCALE = 512**-0.5

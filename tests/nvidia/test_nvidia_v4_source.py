@@ -18,8 +18,8 @@ from test_nvidia_native import SCALE, cache, problem
 from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.attention_problem import EDGES, edge_lengths
-from mla_portable_nvidia.native.bind import native_implementations
-from mla_portable_nvidia.native.choice import BUILDS
+from mla_portable_nvidia.native.attention_sm90 import native_implementations
+from mla_portable_nvidia.native.build_choice import BUILDS
 from mla_portable_nvidia.native.sparse_decode import Build, Tensors, prepare
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -14,7 +14,7 @@ from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
 
 from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE
-from mla_portable_nvidia.native.choice import BUILDS, MANY
+from mla_portable_nvidia.native.build_choice import BUILDS, MANY
 from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE, Tensors, layout_name, prepare
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -10,8 +10,11 @@ import math
 
 import torch
 
-from mla_portable_nvidia import boundary, index_pass_kernels, page_lists, prompt_lse, row_parts
-from mla_portable_nvidia.index_passes import PAGE
+from mla_portable_nvidia.deepgemm import index_pass_kernels
+from mla_portable_nvidia.deepgemm.pages import PAGE
+from mla_portable_nvidia.fa3 import page_lists, prompt_lse
+from mla_portable_nvidia.flashmla import row_parts
+from mla_portable_nvidia.passes import boundary
 
 LN2 = math.log(2.0)
 

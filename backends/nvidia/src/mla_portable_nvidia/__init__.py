@@ -9,22 +9,23 @@ from __future__ import annotations
 from importlib import resources
 
 from mla_portable.contracts import Baseline, Registrar, Variable, hookimpl
-from mla_portable_nvidia.attention import attention_implementations
-from mla_portable_nvidia.deepgemm import deepgemm_implementations
-from mla_portable_nvidia.deepgemm_select import select_implementations
-from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
-from mla_portable_nvidia.flash_attention3 import fa3_implementations
-from mla_portable_nvidia.flash_attention3_prompts import prompt_implementations
-from mla_portable_nvidia.flat_decode import flat_implementations
-from mla_portable_nvidia.native.bind import native_implementations
-from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
-from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
+from mla_portable_nvidia.deepgemm.indexer_logits import deepgemm_implementations
+from mla_portable_nvidia.deepgemm.indexer_select import select_implementations
+from mla_portable_nvidia.fa3.masked_prefill import prompt_implementations
+from mla_portable_nvidia.fa3.sparse_attention import fa3_implementations
+from mla_portable_nvidia.flashmla.attention import attention_implementations
+from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, PROVIDERS
+from mla_portable_nvidia.flashmla.flat_decode import flat_implementations
+from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
+from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
+from mla_portable_nvidia.native.attention_sm80 import sm80_implementations
+from mla_portable_nvidia.native.attention_sm90 import native_implementations
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementations
 from mla_portable_nvidia.native.pack_selection import pack_implementations
+from mla_portable_nvidia.native.runtime.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.sparse_prefill_union import union_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
-from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 
 __all__ = ["mla_portable_register"]
 
@@ -58,7 +59,7 @@ def mla_portable_register(registrar: Registrar) -> None:
 
 def _baselines() -> list[Baseline]:
     """FlashMLA, FlashAttention 3, DeepGEMM and vLLM's top-k, called directly."""
-    from mla_portable_nvidia.baselines import baselines
-    from mla_portable_nvidia.indexer_baselines import indexer_baselines
+    from mla_portable_nvidia.baselines.attention import baselines
+    from mla_portable_nvidia.baselines.indexer import indexer_baselines
 
     return [*baselines(), *indexer_baselines()]

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from mla_portable_nvidia.native import sparse_decode_sm80
-from mla_portable_nvidia.native.build import BLOCK_RESERVE, SM_SHARED_MEMORY, KernelBuild, compile_build
-from mla_portable_nvidia.native.choice import BUILDS
+from mla_portable_nvidia.native.build_choice import BUILDS
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL
+from mla_portable_nvidia.native.kernel_build import BLOCK_RESERVE, SM_SHARED_MEMORY, KernelBuild, compile_build
 from mla_portable_nvidia.native.masked_prefill import BUILDS as MASKED_PREFILL
-from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
 from mla_portable_nvidia.native.pack_selection import BUILD as PACK_SELECTION
+from mla_portable_nvidia.native.runtime.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
 from mla_portable_nvidia.native.sparse_prefill_union import ATTENDING, UNIONS
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS
 

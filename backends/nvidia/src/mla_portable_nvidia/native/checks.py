@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mla_portable.contracts import DeviceFacts, MLAPortableError, Reason, Request
-from mla_portable_nvidia.discovery import device_with
-from mla_portable_nvidia.native.driver import DriverError, driver_version
-from mla_portable_nvidia.native.nvrtc import NvrtcNotFound, nvrtc_version
+from mla_portable_nvidia.machine import device_with
+from mla_portable_nvidia.native.runtime.driver import DriverError, driver_version
+from mla_portable_nvidia.native.runtime.nvrtc import NvrtcNotFound, nvrtc_version
 
 __all__ = ["check", "index_of"]
 

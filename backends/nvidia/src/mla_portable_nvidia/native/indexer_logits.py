@@ -25,10 +25,10 @@ from mla_portable.primitives import (
     IndexerSelect,
     SelectInParts,
 )
-from mla_portable_nvidia.head_padding import aligned
-from mla_portable_nvidia.native.build import KernelBuild, load
+from mla_portable_nvidia.alignment import aligned
 from mla_portable_nvidia.native.checks import check, index_of
-from mla_portable_nvidia.native.driver import Kernel, Launch, Launches
+from mla_portable_nvidia.native.kernel_build import KernelBuild, load
+from mla_portable_nvidia.native.runtime.driver import Kernel, Launch, Launches
 from mla_portable_nvidia.native.topk_select import MAX_TOPK, NativeTopkSelect
 
 __all__ = ["HEADS", "DecodeBuild", "IndexerBuild", "NativeScores", "PrefillBuild", "indexer_implementations"]

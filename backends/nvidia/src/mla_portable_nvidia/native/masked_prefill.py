@@ -21,9 +21,9 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Reason, Request, Support, head_results
 from mla_portable.primitives import MASKED_PREFILL, MaskedPrefill
 from mla_portable_nvidia.alignment import mappable
-from mla_portable_nvidia.native.build import KernelBuild, load
 from mla_portable_nvidia.native.checks import check, index_of
-from mla_portable_nvidia.native.driver import MAPS_SINCE, Kernel, Launch, Launches, driver_version, tensor_map
+from mla_portable_nvidia.native.kernel_build import KernelBuild, load
+from mla_portable_nvidia.native.runtime.driver import MAPS_SINCE, Kernel, Launch, Launches, driver_version, tensor_map
 
 __all__ = ["BUILDS", "MaskedPrefillBuild", "NativeMaskedPrefill", "group_streams", "masked_prefill_implementations"]
 

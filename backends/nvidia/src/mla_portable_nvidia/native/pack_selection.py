@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.primitives import PACK_SELECTION, PackSelection
-from mla_portable_nvidia.native.build import KernelBuild, load
 from mla_portable_nvidia.native.checks import check, index_of
-from mla_portable_nvidia.native.driver import Launch, Launches
+from mla_portable_nvidia.native.kernel_build import KernelBuild, load
+from mla_portable_nvidia.native.runtime.driver import Launch, Launches
 from mla_portable_nvidia.native.topk_select import TopkBuild
 
 __all__ = ["BUILD", "SPAN", "NativePackSelection", "PackBuild", "pack_implementations"]

@@ -16,8 +16,8 @@ from typing import ClassVar, Final, NamedTuple
 from torch import Tensor
 
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, layout_of
-from mla_portable_nvidia.native.build import KernelBuild
-from mla_portable_nvidia.native.driver import Kernel, Launch
+from mla_portable_nvidia.native.kernel_build import KernelBuild
+from mla_portable_nvidia.native.runtime.driver import Kernel, Launch
 
 __all__ = [
     "ATTENTION_HEADERS",

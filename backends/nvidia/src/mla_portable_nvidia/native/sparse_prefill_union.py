@@ -21,12 +21,12 @@ from torch import Tensor
 from mla_portable.contracts import Implementation, InvalidArgument, Request, Support, attention_results
 from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE, LAYOUTS
 from mla_portable.primitives import SPARSE_PREFILL, SparsePrefill
-from mla_portable_nvidia.head_padding import aligned
-from mla_portable_nvidia.native.bound import LOG2_E, check_cache, layout_of, rows_of_request
-from mla_portable_nvidia.native.build import KernelBuild, load
+from mla_portable_nvidia.alignment import aligned
+from mla_portable_nvidia.native.bound_attention import LOG2_E, check_cache, layout_of, rows_of_request
+from mla_portable_nvidia.native.build_choice import BUILDS, MANY, cut_of_build
 from mla_portable_nvidia.native.checks import check, index_of
-from mla_portable_nvidia.native.choice import BUILDS, MANY, cut_of_build
-from mla_portable_nvidia.native.driver import Kernel, Launch, Launches
+from mla_portable_nvidia.native.kernel_build import KernelBuild, load
+from mla_portable_nvidia.native.runtime.driver import Kernel, Launch, Launches
 from mla_portable_nvidia.native.sparse_decode import FP8_IDLE_ROPE, Build, Tensors, prepare, row_defines
 from mla_portable_nvidia.native.sparse_decode_wide import WideBuild
 

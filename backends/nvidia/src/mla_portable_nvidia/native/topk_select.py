@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
 from mla_portable.primitives import TOPK_SELECT, TopkSelect
-from mla_portable_nvidia.native.build import BLOCK_RESERVE, KernelBuild, load
 from mla_portable_nvidia.native.checks import check, index_of
-from mla_portable_nvidia.native.driver import Kernel, Launch, Launches
+from mla_portable_nvidia.native.kernel_build import BLOCK_RESERVE, KernelBuild, load
+from mla_portable_nvidia.native.runtime.driver import Kernel, Launch, Launches
 
 __all__ = ["FEW_ROWS", "MANY_ROWS", "MAX_TOPK", "NativeTopkSelect", "TopkBuild", "choose", "topk_implementations"]
 

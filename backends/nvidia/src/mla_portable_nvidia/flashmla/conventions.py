@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One signature for FlashMLA's decode and one for its prefill, which providers are called by.
+
+Nothing is converted here: conventions of value (bases, infinities) are found by `calibration`, undone by `boundary`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+Plan = tuple[Tensor, Tensor]
+"""(tile_scheduler_metadata [parts, 8] int32, num_splits [B + 1] int32), on the device."""
+
+
+class SecondCache(NamedTuple):
+    """What a row attends to beside its first list: kv [blocks, page, 1, row bytes] uint8 and indices [B, S, E] int32."""
+
+    kv: Tensor
+    indices: Tensor
+
+
+PreparedDecode = Callable[[Tensor, Tensor, Tensor, float, "Tensor | None", Tensor, "SecondCache | None"], object]
+"""(q, kv, indices, softmax_scale, attn_sink, out, extra) as DecodeKernel takes them; the result is in `out`."""
+
+
+class DecodeKernel(Protocol):
+    """FlashMLA's sparse FP8 decode.
+
+    Attributes:
+        takes_out: `out` may be given. takes_sink: so may `attn_sink`. takes_plan: so may `plan`. takes_extra: so may `extra`.
+    """
+
+    takes_out: bool
+    takes_sink: bool
+    takes_plan: bool
+    takes_extra: bool
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        softmax_scale: float,
+        attn_sink: Tensor | None = None,
+        plan: Plan | None = None,
+        out: Tensor | None = None,
+        extra: SecondCache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend; graph-safe, allocates the provider's own accumulators.
+
+        Args:
+            q: [B, S, H, 576] bf16. kv: [blocks, page, 1, 656] uint8. indices: [B, S, K] int32, slots or -1, contiguous.
+                Or q [B, S, H, 512] and kv [blocks, page, 1, 584] of `fp8_v4`, with which alone there may be an `extra`.
+            attn_sink: [H] float32. plan: for just these shapes; None lets the provider make one, by a kernel of its own.
+            out: [B, S, H, 512] bf16, contiguous.
+        Returns: out [B, S, H, 512] and lse [B, H, S] float32, the order of axes that FlashMLA has, in the provider's own base
+            and infinities.
+        """
+        ...
+
+    def plan(self, q: Tensor, kv: Tensor, indices: Tensor, extra: SecondCache | None = None) -> Plan:
+        """The provider's own plan for a call with these tensors."""
+        ...
+
+    def prepared(self, plan: Plan | None) -> PreparedDecode:
+        """The same call with this plan, for callers that repeat it and do not read the lse; where takes_out."""
+        return lambda q, kv, indices, scale, attn_sink, out, extra: self(q, kv, indices, scale, attn_sink, plan, out, extra)
+
+
+class PrefillKernel(Protocol):
+    """FlashMLA's sparse BF16 prefill.
+
+    Attributes:
+        takes_out, takes_sink, takes_lengths: whether these may be given.
+    """
+
+    takes_out: bool
+    takes_sink: bool
+    takes_lengths: bool
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        softmax_scale: float,
+        attn_sink: Tensor | None = None,
+        lengths: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            q: [T, H, 576] bf16. kv: [W, 1, 576] bf16. indices: [T, 1, K] int32, contiguous. attn_sink: [H] float32.
+            lengths: [T] int32, each in [0, K]. out: [T, H, 512] bf16, contiguous.
+        Returns: out [T, H, 512] and lse [T, H] float32, in the provider's own base and infinities.
+        """
+        ...
