@@ -103,7 +103,6 @@ def test_flags_are_true_or_false(make: Callable[..., object], field: str, value:
         (support, {"device_types": "cuda"}, "device_types"),
         (support, {"archs": (90,)}, "archs"),
         (support, {"kv_layouts": 5}, "kv_layouts"),
-        (support, {"workspace_bytes": 5}, "workspace_bytes"),
         (support, {"cache_alignment": 0}, "cache_alignment"),
         (split_schedule, {"num_splits": 0}, "num_splits"),
         (tile_schedule, {"num_sm_parts": 0}, "num_sm_parts"),

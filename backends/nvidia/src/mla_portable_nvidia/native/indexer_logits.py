@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, Request, Support
+from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerLogits, IndexerSelect, SelectInParts
 from mla_portable_nvidia.head_padding import aligned
@@ -224,10 +224,6 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     return SelectInParts(NativeScores(request), NativeTopkSelect(part, starts_early=True))
 
 
-def _scratch(request: Request[Any]) -> int:
-    return DEFAULT_SCRATCH_BYTES
-
-
 def indexer_implementations() -> Iterator[Implementation[Any]]:
     """indexer_logits and indexer_select, preferred to the portable kernels."""
     kernels = ("indexer_logits_decode.cu", "indexer_logits_prefill.cu")
@@ -254,7 +250,7 @@ def indexer_implementations() -> Iterator[Implementation[Any]]:
     yield Implementation(
         name="nvidia.native",
         primitive=INDEXER_SELECT,
-        support=Support(source=text, max_topk=MAX_TOPK, workspace_bytes=_scratch, **common),
+        support=Support(source=text, max_topk=MAX_TOPK, **common),
         bind=bind_indexer_select,
         check=check,
         preference=8.0,
