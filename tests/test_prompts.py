@@ -344,6 +344,8 @@ def test_a_cache_of_another_size_of_blocks_is_refused():
     step.kv_cache = step.kv_cache.view(BLOCKS // 2, 2 * BLOCK, -1)
     with pytest.raises(InvalidArgument, match=f"kv_cache: got fp8_ds_mla, block_size {2 * BLOCK}, expected .* {BLOCK}, as in"):
         step.run(make_layer())
+
+
 @pytest.mark.parametrize("name", ["query_lens", "seq_lens"])
 def test_lengths_with_a_mask_are_refused(name: str):
     lengths: dict[str, Any] = {each: np.array([1, 1], dtype=np.int32) for each in ("query_lens", "seq_lens")}
