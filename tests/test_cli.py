@@ -107,7 +107,7 @@ def test_version():
         "conform reference --jobs 0",
         "conform reference --jobs 2",  # of a registry that worker processes cannot build
         "conform reference --primitive sparse_dekode",
-        "bench plot x.svg --device nonsense",
+        "bench kernels --device nonsense",
     ],
 )
 def test_invalid_arguments_are_code_2_in_words_and_a_document_with_json(words):
@@ -124,7 +124,7 @@ WORDS = {
     "run --max-seconds x": "--max-seconds must be a number (got 'x')",
     "run --heads 10000": "--heads must be 1 to 512 (got 10000)",
     "conform reference --level most": "--level must be one of smoke, quick, full (got 'most')",
-    "bench engines nowhere.json.gz": "RUN must be a file that is there (got 'nowhere.json.gz')",
+    "bench costs nowhere.json.gz": "RUN must be a file that is there (got 'nowhere.json.gz')",
     "matrix h2000": "DEVICE must be one of a10, a100-80g",
     "run --device cuda": "No CUDA device: this torch",
     "explain merge_states --device a100-40g": "Did you mean 'a100-80g'?",
@@ -133,6 +133,7 @@ WORDS = {
     "explain --nope": "No such option: --nope",
     "nonsense": "No such command 'nonsense'",
     "bench nonsense": "No such command 'nonsense'",
+    "bench page": "No such command 'page'",
     "bench kernels --primitive indexer_logits": "--primitive must be one of cache_write, concat_mla_k, convert_indices",
     "tune --primitive topk_select": "--primitive must be one of sparse_decode, sparse_prefill (got 'topk_select')",
 }
@@ -172,9 +173,8 @@ def test_an_unwritable_table_is_refused_before_the_work(tmp_path, monkeypatch, o
 
 def test_an_unwritable_file_of_times_is_refused_before_the_work(monkeypatch):
     monkeypatch.setattr("mla_portable.bench.kernels.time_kernels", lambda *args, **options: pytest.fail("it was timed"))
-    for option, path in (("--out", "/proc/nope/times"), ("--plot", "/proc/nope/times.svg")):
-        done = invoke("bench", "kernels", option, path, code=2)
-        assert f"{option} must be a file that can be written (got {path}" in done.stderr
+    done = invoke("bench", "kernels", "--out", "/proc/nope/times", code=2)
+    assert "--out must be a file that can be written (got /proc/nope/times" in done.stderr
 
 
 def test_a_forced_backend_of_another_vendor_is_only_let_go():
