@@ -22,7 +22,10 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from mla_portable.bench.page import benchmark_pages
+sys.path.insert(0, str(Path(__file__).parent / "release"))
+
+from page import benchmark_pages
+
 from mla_portable.capability.claims import uncovered, untested
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles

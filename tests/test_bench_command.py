@@ -14,13 +14,13 @@ import bench as release
 import pytest
 import torch
 from kernel_bench import CPU, SMALL, TIMED, decode_baseline, run
+from plot import picture_of
 from spoiled import WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
 from mla_portable.bench import kernel_machine, kernels
 from mla_portable.bench.kernel_records import kernel_lines, times_of
 from mla_portable.bench.kernels import KernelReport
-from mla_portable.bench.plot import picture_of
 from mla_portable.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.capability.run import Baseline, Time, read_run, write_run
 from mla_portable.cli.app import app

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import bench as release
 import pytest
+from engine_tables import engine_tables
 from machines import PROFILES
 from pydantic import ValidationError
 from test_runs import RELEASE, made
 
-from mla_portable.bench.engine_tables import engine_tables
 from mla_portable.capability.check import check_run
 from mla_portable.capability.run import EngineTime, Run, combined, read_run, run_text, write_run
 from mla_portable.capability.suite import ListedSuite

@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from page import PAGE, benchmark_pages
+from svg import Curve, panels_svg
 
-from mla_portable.bench.page import PAGE, benchmark_pages
-from mla_portable.bench.svg import Curve, panels_svg
 from mla_portable.capability.run import Time, read_run, runs_in, write_run
 
 ROOT = Path(__file__).parents[1]

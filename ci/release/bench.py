@@ -17,9 +17,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from mla_portable.bench.engine_tables import engine_tables
-from mla_portable.bench.page import PAGE, benchmark_pages
-from mla_portable.bench.plot import picture_of
+from engine_tables import engine_tables
+from page import PAGE, benchmark_pages
+from plot import picture_of
+
 from mla_portable.capability.run import read_run
 from mla_portable.errors import MLAPortableError
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from mla_portable.bench.engine_tables import engine_tables
-from mla_portable.bench.plot import baseline_of, picture_of, widths_matter
+from engine_tables import engine_tables
+from plot import baseline_of, picture_of, widths_matter
+
 from mla_portable.capability.profiles import Profile, load_profiles, profile_of
 from mla_portable.capability.run import DISTURBED, Run, Time, runs_in
 
