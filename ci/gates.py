@@ -22,7 +22,10 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from mla_portable.bench.page import benchmark_pages
+sys.path.insert(0, str(Path(__file__).parent / "release"))
+
+from page import benchmark_pages
+
 from mla_portable.capability.claims import uncovered, untested
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles
@@ -40,15 +43,15 @@ REGISTRY = Registry(environ={}, probe=False, costs="measured")
 def differences() -> list[str]:
     """A paragraph for each file that is not what it should be, with the first lines that differ."""
     found: list[str] = []
-    wanted_files = {path: (text, "matrix") for path, text in generated(CAPABILITY, REGISTRY).items()}
+    wanted_files = {path: (text, "mla-portable matrix") for path, text in generated(CAPABILITY, REGISTRY).items()}
     pages = benchmark_pages(CAPABILITY)
-    wanted_files |= {CAPABILITY.parent / "docs" / name: (text, "bench page") for name, text in pages.items()}
+    wanted_files |= {CAPABILITY.parent / "docs" / name: (text, "ci/release/bench.py page") for name, text in pages.items()}
     for path, (wanted, command) in wanted_files.items():
         there = path.read_text(encoding="utf-8") if path.exists() else ""
         if there != wanted:
             lines = difflib.unified_diff(there.splitlines(), wanted.splitlines(), lineterm="", n=0)
             shown = [line[:160] for line in islice(lines, 2, 14)]
-            found.append("\n".join([f"{path.name} is not what the runs say; run `mla-portable {command} --write`", *shown]))
+            found.append("\n".join([f"{path.name} is not what the runs say; run `{command} --write`", *shown]))
     return found
 
 

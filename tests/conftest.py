@@ -27,6 +27,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     sys.path.insert(0, str(Path(__file__).parents[1] / "ci"))
     import_module("interpreter")  # the same results in less time
     del sys.path[0]
+sys.path.append(str(Path(__file__).parents[1] / "ci" / "release"))
 
 
 _ROOT = str(Path(__file__).parents[1])

@@ -150,18 +150,14 @@ def test_a_forced_route_never_falls_back():
 
 
 NARROW = Recorder("narrow.decode", primitives=(SPARSE_DECODE,), support={"num_heads": (64,)})
-CONTROLS = ("argument", "use", "environment", "file")
+CONTROLS = ("argument", "use", "environment")
 
 
-def forced_layer(control: str, wish: dict[str, str], tmp_path, *plugins: Recorder, **changes) -> SparseMLAAttention:
+def forced_layer(control: str, wish: dict[str, str], *plugins: Recorder, **changes) -> SparseMLAAttention:
     """A layer for which `wish` (primitive or "all" -> name) is forced by one of CONTROLS."""
     environ = {}
     if control == "environment":
         environ = {"MLA_PORTABLE_BACKEND" + ("" if k == "all" else f"_{k.upper()}"): name for k, name in wish.items()}
-    if control == "file":
-        lines = [f'{"default" if k == "all" else k} = "{name}"' for k, name in wish.items()]
-        (tmp_path / "policy.toml").write_text("\n".join(["[backend]", *lines]))
-        environ = {"MLA_PORTABLE_POLICY": str(tmp_path / "policy.toml")}
     named = [(plugin.name.partition(".")[0], plugin) for plugin in plugins]
     registry = Registry(plugins=named, facts={"cpu": H200}, environ=environ, probe=False)
     argument = (wish.get("all") or wish) if control == "argument" else None
@@ -176,51 +172,51 @@ def chosen_by(layer: SparseMLAAttention) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
-def test_no_route_evades_a_forced_decode_that_cannot_serve(control: str, layout: str, tmp_path):
+def test_no_route_evades_a_forced_decode_that_cannot_serve(control: str, layout: str):
     wish, changes = {"sparse_decode": "narrow"}, {"kv_layout": layout, "scale_format": None}
     with pytest.raises(UnsupportedRequest) as caught:
-        forced_layer(control, wish, tmp_path, NARROW, PORTABLE, SLOW, **changes)
+        forced_layer(control, wish, NARROW, PORTABLE, SLOW, **changes)
     verdicts = {verdict.route: verdict for verdict in caught.value.route_decision.verdicts}
     assert set(verdicts) == set(ROUTES)
     for route, verdict in verdicts.items():
         assert any(reason.subject == "sparse_decode" for reason in verdict.reasons), route
     assert "num_heads 3 (supports 64)" in str(caught.value)
     assert caught.value.decision.request.primitive is SPARSE_DECODE
-    served = forced_layer(control, wish, tmp_path, NARROW, PORTABLE, num_heads=64, **changes)
+    served = forced_layer(control, wish, NARROW, PORTABLE, num_heads=64, **changes)
     assert chosen_by(served)["decode"] == "narrow.decode"
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_prefill_is_not_left_to_the_decode_kernel_where_a_backend_is_forced_for_it(control: str, tmp_path):
+def test_prefill_is_not_left_to_the_decode_kernel_where_a_backend_is_forced_for_it(control: str):
     plugins = (FLASH, FLASH_PREFILL, PORTABLE, SLOW)
     assert route_of(*plugins, num_heads=16).route == "fused"
-    layer = forced_layer(control, {"sparse_prefill": "slow"}, tmp_path, *plugins, num_heads=16)
+    layer = forced_layer(control, {"sparse_prefill": "slow"}, *plugins, num_heads=16)
     assert layer.route != "fused" and chosen_by(layer)["prefill"] == "slow.torch"
     assert chosen_by(layer)["decode"] == "flash.mla"
     fused = next(v for v in layer.route_decision.verdicts if v.route == "fused")
     assert "sparse_prefill forced to slow by" in str(fused) and "cannot serve" not in str(fused)
-    bf16_only = forced_layer(control, {"sparse_prefill": "flashp"}, tmp_path, *plugins, num_heads=16)
+    bf16_only = forced_layer(control, {"sparse_prefill": "flashp"}, *plugins, num_heads=16)
     fused = next(v for v in bf16_only.route_decision.verdicts if v.route == "fused")
     assert bf16_only.route == "split" and "cannot serve" not in str(fused), "it does on another route"
     with pytest.raises(UnsupportedRequest, match="route 'fused' cannot serve"):
-        forced_layer(control, {"sparse_prefill": "slow"}, tmp_path, *plugins, num_heads=16, route="fused")
-    same = forced_layer(control, {"all": "portable"}, tmp_path, *plugins, num_heads=16, route="fused")
+        forced_layer(control, {"sparse_prefill": "slow"}, *plugins, num_heads=16, route="fused")
+    same = forced_layer(control, {"all": "portable"}, *plugins, num_heads=16, route="fused")
     assert set(chosen_by(same).values()) == {"portable.kernels"}, "it is forced for what takes the place, too"
 
 
-def test_a_forced_gather_that_cannot_serve_is_not_evaded_either(tmp_path):
+def test_a_forced_gather_that_cannot_serve_is_not_evaded_either():
     lame = Recorder("lame.gather", primitives=(GATHER_UPCONVERT,), support={"block_sizes": (1,)})
     with pytest.raises(UnsupportedRequest, match=r"forced to lame by argument \(left out here, and lame cannot .*block_size 8"):
-        forced_layer("argument", {"gather_upconvert": "lame"}, tmp_path, lame, PORTABLE)
+        forced_layer("argument", {"gather_upconvert": "lame"}, lame, PORTABLE)
     plain = {"kv_layout": "bf16", "scale_format": None}
-    assert forced_layer("argument", {"gather_upconvert": "lame"}, tmp_path, lame, PORTABLE, **plain).route == "direct"
-    assert forced_layer("argument", {"gather_upconvert": "slow"}, tmp_path, SLOW, PORTABLE).route == "direct", "not needed"
+    assert forced_layer("argument", {"gather_upconvert": "lame"}, lame, PORTABLE, **plain).route == "direct"
+    assert forced_layer("argument", {"gather_upconvert": "slow"}, SLOW, PORTABLE).route == "direct", "not needed"
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_name_that_is_forced_for_everything_holds_for_what_it_offers(control: str, tmp_path):
+def test_a_name_that_is_forced_for_everything_holds_for_what_it_offers(control: str):
     plugins = (FLASH, PORTABLE, SLOW)
-    layer = forced_layer(control, {"all": "flash"}, tmp_path, *plugins, num_heads=64, route="split")
+    layer = forced_layer(control, {"all": "flash"}, *plugins, num_heads=64, route="split")
     rest = "portable.kernels"
     assert chosen_by(layer) == {"convert": rest, "decode": "flash.mla", "prefill": rest, "gather": rest}
     decisions = {part.role: part.decision for part in layer.route_decision.verdict.parts}
@@ -228,14 +224,14 @@ def test_a_name_that_is_forced_for_everything_holds_for_what_it_offers(control: 
     assert decisions["convert"].control == "default"
     assert layer._write_decision.chosen == rest
     with pytest.raises(UnsupportedRequest, match="convert_indices not offered"):
-        forced_layer(control, {"convert_indices": "flash"}, tmp_path, *plugins)
+        forced_layer(control, {"convert_indices": "flash"}, *plugins)
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_name_that_offers_nothing_of_a_layer_is_refused(control: str, tmp_path):
+def test_a_name_that_offers_nothing_of_a_layer_is_refused(control: str):
     merger = Recorder("merger.only", primitives=(MERGE_STATES,))
     with pytest.raises(UnsupportedRequest, match="merger offers merge_states"):
-        forced_layer(control, {"all": "merger"}, tmp_path, merger, PORTABLE)
+        forced_layer(control, {"all": "merger"}, merger, PORTABLE)
 
 
 def test_under_a_name_that_does_not_offer_a_primitive_the_next_wish_holds():
@@ -251,10 +247,10 @@ def test_under_a_name_that_does_not_offer_a_primitive_the_next_wish_holds():
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_name_may_serve_all_tokens_by_another_primitive_of_its_own(control: str, tmp_path):
+def test_a_name_may_serve_all_tokens_by_another_primitive_of_its_own(control: str):
     attention = (SPARSE_DECODE, SPARSE_PREFILL)
     vendor = Recorder("vendor.bf16", support={"kv_layouts": ("bf16",)}, primitives=attention)
-    layer = forced_layer(control, {"all": "vendor"}, tmp_path, vendor, MOVERS, SLOW)
+    layer = forced_layer(control, {"all": "vendor"}, vendor, MOVERS, SLOW)
     assert layer.route == "upconvert" and chosen_by(layer)["prefill"] == "vendor.bf16"
 
 

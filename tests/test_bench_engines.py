@@ -6,13 +6,13 @@ from __future__ import annotations
 from datetime import date
 from pathlib import Path
 
+import bench as release
 import pytest
-from commands import document, invoke
+from engine_tables import engine_tables
 from machines import PROFILES
 from pydantic import ValidationError
 from test_runs import RELEASE, made
 
-from mla_portable.bench.engine_tables import engine_tables
 from mla_portable.capability.check import check_run
 from mla_portable.capability.run import EngineTime, Run, combined, read_run, run_text, write_run
 from mla_portable.capability.suite import ListedSuite
@@ -76,15 +76,14 @@ def test_a_profile_of_two_clocks_is_not_shown(us: float, shown: bool):
     assert "9 x 3,000 tokens, us | stock" in text
 
 
-def test_the_command_reads_what_was_written(tmp_path: Path):
+def test_the_command_reads_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "run.json.gz"
     write_run(path, MADE_UP)
     assert read_run(path) == MADE_UP and run_text(MADE_UP).count('"quantity"') == 8
-    assert invoke("bench", "engines", str(path)).stdout.strip() == TABLES
-    found = document("bench", "engines", str(path))["engine_times"]
-    assert [each["us"] for each in found] == [each.us for each in MADE_UP.engine_times]
+    assert release.main(["engines", str(path)]) == 0 and capsys.readouterr().out.strip() == TABLES
     write_run(path, run())
-    assert "has no times of engines" in invoke("bench", "engines", str(path), code=2).output
+    with pytest.raises(SystemExit, match="has no times of engines"):
+        release.main(["engines", str(path)])
 
 
 def test_of_two_times_of_one_thing_the_newer_stays():

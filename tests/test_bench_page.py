@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from page import PAGE, benchmark_pages
+from svg import Curve, panels_svg
 
-from mla_portable.bench.page import PAGE, benchmark_pages
-from mla_portable.bench.svg import Curve, panels_svg
 from mla_portable.capability.run import Time, read_run, runs_in, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +24,7 @@ def pages() -> dict[str, str]:
 def test_the_files_are_those_that_the_runs_give(pages: dict[str, str]) -> None:
     assert {path.name for path in (ROOT / "docs").glob("benchmarks*")} == set(pages)
     for name, text in pages.items():
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, f"{name}: run `mla-portable bench page --write`"
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, f"{name}: run `ci/release/bench.py page --write`"
 
 
 def test_a_line_has_the_times_of_the_run(pages: dict[str, str]) -> None:

@@ -34,6 +34,7 @@ from mla_portable.problems import LEVELS
 from mla_portable.problems.bench import timed_primitives
 from mla_portable.problems.step import default_shape
 from mla_portable.registry import Registry
+from mla_portable.registry.settings import REMOVED
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -106,7 +107,7 @@ def test_version():
         "conform reference --jobs 0",
         "conform reference --jobs 2",  # of a registry that worker processes cannot build
         "conform reference --primitive sparse_dekode",
-        "bench plot x.svg --device nonsense",
+        "bench kernels --device nonsense",
     ],
 )
 def test_invalid_arguments_are_code_2_in_words_and_a_document_with_json(words):
@@ -123,7 +124,7 @@ WORDS = {
     "run --max-seconds x": "--max-seconds must be a number (got 'x')",
     "run --heads 10000": "--heads must be 1 to 512 (got 10000)",
     "conform reference --level most": "--level must be one of smoke, quick, full (got 'most')",
-    "bench engines nowhere.json.gz": "RUN must be a file that is there (got 'nowhere.json.gz')",
+    "bench costs nowhere.json.gz": "RUN must be a file that is there (got 'nowhere.json.gz')",
     "matrix h2000": "DEVICE must be one of a10, a100-80g",
     "run --device cuda": "No CUDA device: this torch",
     "explain merge_states --device a100-40g": "Did you mean 'a100-80g'?",
@@ -132,6 +133,7 @@ WORDS = {
     "explain --nope": "No such option: --nope",
     "nonsense": "No such command 'nonsense'",
     "bench nonsense": "No such command 'nonsense'",
+    "bench page": "No such command 'page'",
     "bench kernels --primitive indexer_logits": "--primitive must be one of cache_write, concat_mla_k, convert_indices",
     "tune --primitive topk_select": "--primitive must be one of sparse_decode, sparse_prefill (got 'topk_select')",
 }
@@ -171,9 +173,8 @@ def test_an_unwritable_table_is_refused_before_the_work(tmp_path, monkeypatch, o
 
 def test_an_unwritable_file_of_times_is_refused_before_the_work(monkeypatch):
     monkeypatch.setattr("mla_portable.bench.kernels.time_kernels", lambda *args, **options: pytest.fail("it was timed"))
-    for option, path in (("--out", "/proc/nope/times"), ("--plot", "/proc/nope/times.svg")):
-        done = invoke("bench", "kernels", option, path, code=2)
-        assert f"{option} must be a file that can be written (got {path}" in done.stderr
+    done = invoke("bench", "kernels", "--out", "/proc/nope/times", code=2)
+    assert "--out must be a file that can be written (got /proc/nope/times" in done.stderr
 
 
 def test_a_forced_backend_of_another_vendor_is_only_let_go():
@@ -561,9 +562,9 @@ def test_the_page_lists_every_environment_variable():
     sources = [path.read_text() for path in (Path(__file__).parents[1] / "mla_portable").rglob("*.py")]
     used = {name.rstrip("_") for text in sources for name in re.findall(r"MLA_PORTABLE_[A-Z_]+", text)}
     table = PAGE[PAGE.index("## Environment variables") : PAGE.index("What is stronger")]
-    assert used >= {"MLA_PORTABLE_BACKEND", "MLA_PORTABLE_DISABLE", "MLA_PORTABLE_POLICY"}
+    assert used >= {"MLA_PORTABLE_BACKEND", "MLA_PORTABLE_DISABLE", *REMOVED}
     listed = {name.rstrip("_") for name in re.findall(r"`(MLA_PORTABLE_[A-Z_]+)", table)}
-    assert used - {"MLA_PORTABLE"} <= listed
+    assert used - {"MLA_PORTABLE", *REMOVED} <= listed
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,23 +56,19 @@ def test_it_is_chosen_and_called():
         reg.bind(Request(Primitive.named(NAME), reg.facts("cpu"), num_heads=9))
 
 
-def test_it_is_forced_by_variable_file_and_block(tmp_path: Path):
+def test_it_is_forced_by_variable_and_block():
     assert chosen(registry()) == "scaling.fast"
-    assert chosen(registry(MLA_PORTABLE_BACKEND_SCALE_ROWS="scaling.plain")) == "scaling.plain"
-    file = tmp_path / "policy.toml"
-    file.write_text('[backend]\nscale_rows = "scaling.plain"\n')
-    reg = registry(MLA_PORTABLE_POLICY=str(file))
+    reg = registry(MLA_PORTABLE_BACKEND_SCALE_ROWS="scaling.plain")
     assert chosen(reg) == "scaling.plain"
     with use(scale_rows="scaling.fast"):
         assert chosen(reg) == "scaling.fast"
 
 
-def test_a_file_that_names_it_still_disables_before_plugins_are_loaded(tmp_path: Path):
-    file = tmp_path / "policy.toml"
-    file.write_text('[backend]\nscale_rows = "scaling.plain"\ndisable = ["acme"]\n')
+def test_a_plugin_is_disabled_where_a_variable_names_another_plugins_primitive():
     given = [*PLUGINS, ("acme", "fake_plugins.raises_on_import")]
-    reg = Registry(plugins=given, facts={"cpu": CPU}, environ={"MLA_PORTABLE_POLICY": str(file)})
-    assert reg.plugin_reports[-1].disabled == f"policy file {file}"
+    environ = {"MLA_PORTABLE_BACKEND_SCALE_ROWS": "scaling.plain", "MLA_PORTABLE_DISABLE": "acme"}
+    reg = Registry(plugins=given, facts={"cpu": CPU}, environ=environ)
+    assert reg.plugin_reports[-1].disabled == "MLA_PORTABLE_DISABLE"
     assert chosen(reg) == "scaling.plain"
 
 

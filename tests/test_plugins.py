@@ -225,15 +225,12 @@ def test_what_hangs_at_import_reaches_no_other_plugin_when_it_goes_on():
 def test_a_disabled_plugin_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, "hang-mla", "1", "hang = hang_plugin", hang_plugin="raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    policy = tmp_path / "p.toml"
-    policy.write_text('[backend]\ndisable = ["hang"]\n')
-    for environ in ({"MLA_PORTABLE_DISABLE": "hang"}, {"MLA_PORTABLE_POLICY": str(policy)}):
-        registry = Registry(environ=environ)
-        report = next(r for r in registry.plugin_reports if r.name == "hang")
-        assert (report.ok, report.loaded, report.error) == (True, False, "")
-        assert report.disabled in ("MLA_PORTABLE_DISABLE", f"policy file {policy}")
-        assert "hang_plugin" not in sys.modules
-        registry.decide(Request(MERGE_STATES, CPU))
+    registry = Registry(environ={"MLA_PORTABLE_DISABLE": "hang"})
+    report = next(r for r in registry.plugin_reports if r.name == "hang")
+    assert (report.ok, report.loaded, report.error) == (True, False, "")
+    assert report.disabled == "MLA_PORTABLE_DISABLE"
+    assert "hang_plugin" not in sys.modules
+    registry.decide(Request(MERGE_STATES, CPU))
     assert "hang" not in dict(registry.tunables().failures)
     assert "imported" in dict(Registry(environ={}).tunables().failures)["hang"]
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who decides: argument, `use`, environment, policy file, default; and what a typo in any of them leads to."""
+"""Who decides: argument, `use`, environment, default; and what a typo in any of them leads to."""
 
 from __future__ import annotations
 
 import contextvars
-import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from fake_plugins import implementation, make_plugin
@@ -47,19 +45,11 @@ def choice(reg: Registry, request: Request = DECODE, backend: str | None = None)
     return decision.chosen, decision.control
 
 
-@pytest.fixture
-def policy_file(tmp_path: Path) -> Path:
-    path = tmp_path / "policy.toml"
-    path.write_text('[backend]\ndefault = "theta"\nsparse_decode = "eta.v2"\n')
-    return path
-
-
-def test_each_layer_outweighs_all_below_it(policy_file: Path):
+def test_each_layer_outweighs_all_below_it():
     """All layers speak at once; taking away the strongest, one by one, brings the next to the fore."""
     environ = {
         "MLA_PORTABLE_BACKEND_SPARSE_DECODE": "delta",
         "MLA_PORTABLE_BACKEND": "zeta",
-        "MLA_PORTABLE_POLICY": str(policy_file),
     }
     reg = registry(**environ)
     with use("gamma"):
@@ -72,9 +62,6 @@ def test_each_layer_outweighs_all_below_it(policy_file: Path):
     assert choice(reg, MERGE) == ("zeta.v1", "MLA_PORTABLE_BACKEND")
     del environ["MLA_PORTABLE_BACKEND_SPARSE_DECODE"]
     assert choice(registry(**environ)) == ("zeta.v1", "MLA_PORTABLE_BACKEND")
-    del environ["MLA_PORTABLE_BACKEND"]
-    assert choice(registry(**environ)) == ("eta.v2", f"policy file {policy_file}")
-    assert choice(registry(**environ), MERGE) == ("theta.v1", f"policy file {policy_file}")
     assert choice(registry()) == ("alpha.v1", "default")
 
 
@@ -147,8 +134,8 @@ def test_use_holds_for_its_own_thread():
     assert seen == {"outside": "alpha.v1", "own": "gamma.v1", "here": "beta.v1"}
 
 
-def test_environment_and_file_are_read_once_and_again_on_request(monkeypatch: pytest.MonkeyPatch):
-    for name in ("MLA_PORTABLE_BACKEND", "MLA_PORTABLE_POLICY", "MLA_PORTABLE_DISABLE"):
+def test_the_environment_is_read_once_and_again_on_request(monkeypatch: pytest.MonkeyPatch):
+    for name in ("MLA_PORTABLE_BACKEND", "MLA_PORTABLE_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     reg = Registry(plugins=plugins(), facts={"cuda": H200})
     assert choice(reg)[0] == "alpha.v1"
@@ -175,18 +162,16 @@ def test_a_policy_in_code_replaces_the_environment():
 # Disabling
 
 
-def test_disabled_candidates_stay_visible_with_who_disabled_them(tmp_path: Path):
-    path = tmp_path / "p.toml"
-    path.write_text('[backend]\ndisable = ["gamma"]\n')
-    reg = registry(MLA_PORTABLE_DISABLE=" alpha, beta.v1 ,", MLA_PORTABLE_POLICY=str(path))
+def test_disabled_candidates_stay_visible_with_who_disabled_them():
+    reg = registry(MLA_PORTABLE_DISABLE=" alpha, beta.v1 ,gamma,")
     decision = reg.decide(DECODE)
     assert (decision.chosen, decision.was_fallback) == ("delta.v1", True)
-    assert [r.disabled for r in reg.plugin_reports[:3]] == ["MLA_PORTABLE_DISABLE", "", f"policy file {path}"]
+    assert [r.disabled for r in reg.plugin_reports[:3]] == ["MLA_PORTABLE_DISABLE", "", "MLA_PORTABLE_DISABLE"]
     disabled = {v.implementation: [(r.given, r.limit) for r in v.reasons] for v in decision.verdicts if v.reasons}
     assert disabled == {
         "alpha": [("by MLA_PORTABLE_DISABLE", "it names alpha")],
         "beta.v1": [("by MLA_PORTABLE_DISABLE", "it names beta.v1")],
-        "gamma": [(f"by policy file {path}", "it names gamma")],
+        "gamma": [("by MLA_PORTABLE_DISABLE", "it names gamma")],
     }
     assert reg.decide(DECODE, backend="beta").chosen == "beta.v2"
 
@@ -228,14 +213,11 @@ def test_what_is_not_automatic_serves_by_its_own_name_alone():
     assert "only where it is named" in by_backend and "not offered" not in by_backend
 
 
-def test_an_unknown_backend_is_an_error_in_every_layer(tmp_path: Path):
-    path = tmp_path / "p.toml"
-    path.write_text('[backend]\nmerge_states = "gama"\n')
+def test_an_unknown_backend_is_an_error_in_every_layer():
     for environ in (
         {"MLA_PORTABLE_BACKEND": "gama"},
         {"MLA_PORTABLE_BACKEND_MERGE_STATES": "gama"},
         {"MLA_PORTABLE_DISABLE": "alpha,gama"},
-        {"MLA_PORTABLE_POLICY": str(path)},
     ):
         reg = registry(**environ)
         assert reg.implementations(), "doctor can still look around"
@@ -251,7 +233,7 @@ def test_an_unknown_backend_is_an_error_in_every_layer(tmp_path: Path):
         reg.decide(DECODE, backend="")
 
 
-def test_an_unknown_primitive_is_an_error_in_every_layer(tmp_path: Path):
+def test_an_unknown_primitive_is_an_error_in_every_layer():
     with (
         pytest.raises(InvalidArgument, match=r"sparse_decod: got an unknown keyword.*Did you mean 'sparse_decode'\?"),
         use(sparse_decod="alpha"),
@@ -262,57 +244,6 @@ def test_an_unknown_primitive_is_an_error_in_every_layer(tmp_path: Path):
         reg.decide(DECODE)
     with pytest.raises(InvalidArgument, match=r"Did you mean 'MLA_PORTABLE_BACKEND'\?"):
         registry(MLA_PORTABLE_BACKENDS="alpha").decide(DECODE)
-    path = tmp_path / "p.toml"
-    path.write_text('[backend]\nsparse_decod = "alpha"\n')
-    with pytest.raises(InvalidArgument, match=r"sparse_decod: got an unknown key, .*Did you mean 'sparse_decode'\?"):
-        registry(MLA_PORTABLE_POLICY=str(path)).decide(DECODE)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("x = " + "[\n" * 5000, "expected a readable TOML file"),
-        ("# comment\n" * 6554, "65540 bytes, more than 65536"),
-        ("\n" + "a." * 500 + "a = 1", "line 2 has 1005 characters, more than 1000"),
-        ("a." * 32_000 + "a = 1", "line 1 has 64005 characters"),  # minutes, were it parsed
-        ('"\u2028"' + ".a" * 500 + " = 1", "line 1 has 1007 characters"),
-        ('[backend]\ndefault = "  "\n', "default: got '  ', expected the name"),
-        ('[backends]\ndefault = "alpha"\n', "Did you mean 'backend'"),
-        ("backend = 3\n", "backend: got 3, expected a table"),
-        ("[backend]\ndefault = 3\n", "default: got 3, expected the name"),
-        ('[backend]\ndefault = ""\n', "default: got '', expected the name"),
-        ('[backend]\ndisable = "alpha"\n', "disable: got 'alpha', expected a list"),
-        ('[backend]\ndisable = ["alpha", 3]\n', "expected a list"),
-        ("[backend\n", "expected a readable TOML file"),
-        (None, "expected a readable TOML file"),
-    ],
-    ids=range(14),
-)
-def test_a_policy_file_that_means_nothing_is_refused(tmp_path: Path, text: str | None, message: str):
-    path = tmp_path / "p.toml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(InvalidArgument, match=message) as refusal:
-        Policy.from_file(path)
-    assert str(path) in str(refusal.value)
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, getattr(os, "mkfifo", Path.mkdir)], ids=["directory", "FIFO"])
-def test_a_policy_that_is_no_regular_file_is_refused_without_waiting(tmp_path: Path, make: Callable[[Path], None]):
-    make(tmp_path / "p.toml")
-    with pytest.raises(InvalidArgument, match="not a regular file"):
-        Policy.from_file(tmp_path / "p.toml")
-    with pytest.raises(InvalidArgument, match="readable TOML"):
-        Policy.from_file(Path("nul\0"))
-
-
-def test_a_policy_file_as_editors_and_shells_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A byte-order mark, a path in the home directory, spaces around a value."""
-    (tmp_path / "p.toml").write_text('\ufeff[backend]\ndefault = " beta "\ndisable = [" alpha "]\n', encoding="utf-8")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    reg = registry(MLA_PORTABLE_POLICY="~/p.toml")
-    assert choice(reg) == ("beta.v1", f"policy file {tmp_path / 'p.toml'}")
-    assert reg.policy.disabled[0][0] == "alpha"
 
 
 # Variables
@@ -324,7 +255,7 @@ def test_a_policy_file_as_editors_and_shells_write_it(tmp_path: Path, monkeypatc
         ("MLA_PORTABLE_DISABLED", "alpha", "Did you mean 'MLA_PORTABLE_DISABLE'"),
         ("MLA_PORTABLE_BACKND", "alpha", "Did you mean 'MLA_PORTABLE_BACKEND'"),
         ("MLA_PORTABLE_VLLMM", "off", "Did you mean 'MLA_PORTABLE_VLLM'"),
-        ("MLA_PORTABLE_POLICY_FILE", "x", "Did you mean 'MLA_PORTABLE_POLICY'"),
+        ("MLA_PORTABLE_POLICY", "/etc/p.toml", r"Set MLA_PORTABLE_BACKEND to .*_<PRIMITIVE> to .* MLA_PORTABLE_DISABLE to"),
         ("MLA_PORTABLE_NVIDIA_PROVIDR", "vllm", "Did you mean 'MLA_PORTABLE_NVIDIA_PROVIDER'"),
         ("MLA_PORTABLE_XYZ", "1", "Unset MLA_PORTABLE_XYZ"),
         ("MLA_PORTABLE_VLLM", "foo", "got 'foo', expected one of auto, custom, override, off"),
@@ -380,7 +311,7 @@ def test_use_refuses_what_is_no_name():
 
 
 def test_empty_variables_are_no_wish():
-    assert choice(registry(MLA_PORTABLE_BACKEND="", MLA_PORTABLE_DISABLE=" ", MLA_PORTABLE_POLICY="")) == (
+    assert choice(registry(MLA_PORTABLE_BACKEND="", MLA_PORTABLE_DISABLE=" ")) == (
         "alpha.v1",
         "default",
     )

@@ -20,7 +20,6 @@ import mla_portable_triton
 from mla_portable import primitives
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
-    DEFAULT_SCRATCH_BYTES,
     Detector,
     DeviceFacts,
     Implementation,
@@ -131,19 +130,6 @@ def test_a_small_device_is_told_what_attention_needs(offered: dict[Primitive, Im
     found = offered[SPARSE_DECODE].support.reasons(Request(SPARSE_DECODE, small))
     assert [str(reason) for reason in found] == ["shared memory 32768 bytes (needs 49152)"]
     assert offered[CONVERT_INDICES].support.reasons(Request(CONVERT_INDICES, small)) == ()
-
-
-def test_declared_scratch_is_what_a_decode_call_takes(offered: dict[Primitive, Implementation]) -> None:
-    scratch = offered[SPARSE_DECODE].support.workspace_bytes
-    assert scratch is not None
-    request = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, rows=4)
-    config = attention_config("sm90", "fp8_ds_mla", 16)
-    num_splits = split_kv(num_rows=4, num_heads=16, topk=2048, num_sms=132, program=program_shape(config, "fp8_ds_mla", H200))
-    assert num_splits > 1
-    assert scratch(request) == num_splits * 4 * 16 * (512 + 1) * 4
-    assert scratch(request.but(rows=4096)) == 0
-    assert scratch(request.but(device=CPU)) == 0
-    assert scratch(request.but(rows=None)) == DEFAULT_SCRATCH_BYTES
 
 
 @pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])

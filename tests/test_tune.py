@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -172,6 +173,8 @@ def test_an_entry_holds_for_its_requests_alone(tmp_path):
     write_table(path, [entry(configuration={"block_n": 16})])
     assert tuned(request()) == {"block_n": 16}
     assert len(read_table(path)) == 2, "a new entry takes the place of the old one"
+    path.write_text("\ufeff" + path.read_text())
+    assert tuned(request()) == {"block_n": 16}, "an editor may put a byte-order mark in front"
 
 
 WORDS = dict.fromkeys(TunedEntry.__slots__, "x")
@@ -243,8 +246,9 @@ def test_a_default_table_that_cannot_be_read_is_no_table(tmp_path, caplog):
 
 
 def test_a_named_table_that_cannot_be_read_is_ignored_and_said(tmp_path, caplog):
-    paths = [tmp_path, tmp_path / "file" / "tuned.json"]
+    paths = [tmp_path, tmp_path / "file" / "tuned.json", tmp_path / "fifo", Path("nul\0")]
     paths[1].parent.write_text("")
+    os.mkfifo(paths[2])
     for path in paths:
         caplog.clear()
         registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ={"MLA_PORTABLE_TUNED": str(path)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,12 @@ import pytest
 import torch
 from arguments import split_schedule, tile_schedule
 from attention_steps import MODEL_LEN, SPEC
-from machines import CPU
+from machines import CPU, H200
 
-from mla_portable.contracts import InvalidArgument, Request, Support
+from mla_portable.contracts import Implementation, InvalidArgument, PluginError, Request, Support
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.planner.prefill_times import PrefillTimes, Times
-from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 
@@ -103,7 +103,6 @@ def test_flags_are_true_or_false(make: Callable[..., object], field: str, value:
         (support, {"device_types": "cuda"}, "device_types"),
         (support, {"archs": (90,)}, "archs"),
         (support, {"kv_layouts": 5}, "kv_layouts"),
-        (support, {"workspace_bytes": 5}, "workspace_bytes"),
         (support, {"cache_alignment": 0}, "cache_alignment"),
         (split_schedule, {"num_splits": 0}, "num_splits"),
         (tile_schedule, {"num_sm_parts": 0}, "num_sm_parts"),
@@ -137,6 +136,38 @@ def test_fields_stay_in_their_range(make: Callable[..., object], changes: dict[s
     with pytest.raises(InvalidArgument) as caught:
         make(**changes)
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Support)])
+def test_what_a_support_accepts_can_be_evaluated(field: str):
+    """A registry asks every declaration at every choice, so what it cannot evaluate is refused when the value is made."""
+    values: list[Any] = [None, -1, 0, 1, 5, 1.5, math.nan, 10**400, True, "", "x", b"x", object(), np.int64(5), range(3)]
+    items = [None, 0, 16, 1.5, True, "bf16", "pow2", "x", (192, 128), (192,), (0, 1), ("a", 1), [192, 128]]
+    values += [kind(items[:n]) for kind in (tuple, list) for n in (0, 2)]
+    values += [kind((item,)) for kind in (tuple, list) for item in items] + [{}, {16}, {"a": 1}]
+    asks: dict[str, Any] = {"bool": True, "int": 1, "int | None": 1}
+    most = {each.name: asks[str(each.type)] for each in fields(Request) if each.type in asks}
+    most |= {"kv_layout": "fp8_ds_mla", "scale_format": "amax", "context_parallel": False}
+    shared = {"context_parallel": True, "extra_topk": None, "extra_block_size": None, "extra_lengths": False}
+    requests = request(), request(**most), request(**most | shared), request(**most, device=H200)
+    made = 0
+    for value in values:
+        try:
+            declared = support(**{field: value})
+        except InvalidArgument:
+            continue
+        made += 1
+        for asked in requests:
+            assert all(str(reason) for reason in declared.reasons(asked))
+        hash(declared)
+    assert made, f"no value was accepted for {field}"
+
+
+def test_an_implementation_wants_callables():
+    made = Implementation("acme.v1", MERGE_STATES, support(), lambda asked: None)
+    for field in ("bind", "check"):
+        with pytest.raises(PluginError, match=f"acme.v1 / merge_states: {field} must be callable, got int"):
+            replace(made, **{field: 5})
 
 
 TILES: dict[str, Any] = {

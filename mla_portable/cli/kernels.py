@@ -19,7 +19,6 @@ from mla_portable.cli.options import (
     OutOption,
     WhoOption,
     check_known,
-    check_picture,
     check_writable,
     numbers,
     resolve_device,
@@ -111,9 +110,6 @@ def kernels(
     every: Annotated[
         bool, typer.Option("--all", help="Show every candidate of each case, and why candidates were skipped.")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times, as `bench plot` does, into an .svg.")
-    ] = None,
 ) -> None:
     """Time every implementation of a primitive beside the baselines. A wrong result gets no time.
 
@@ -132,8 +128,6 @@ def kernels(
             raise typer.BadParameter("must be pow2 beside --out: runs have no other times", param_hint="--scale-format")
         if out is not None:
             check_writable(out, param_hint="--out")
-        if plot is not None:
-            check_picture(plot, param_hint="--plot")
         cpu = where.type == "cpu"
         cases = kernel_cases(
             _primitives(options, timed_primitives()),
@@ -169,11 +163,6 @@ def kernels(
                     with undisturbed():
                         file.add(times=times)
                     output.note(f"{len(times)} times added to {out}")
-        if plot is not None:
-            from mla_portable.bench.plot import picture_of
-
-            plot.write_text(picture_of(times, report.facts.name).svg, encoding="utf-8")
-            output.note(f"drawn: {plot}")
         if as_json:
             found = {"run": kernel_run(report), "lines": kernel_lines(report), "refused": _refused(report)}
             output.document({"command": "bench kernels", "ok": report.ok, **found})

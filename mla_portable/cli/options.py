@@ -162,14 +162,6 @@ def check_writable(path: Path, *, param_hint: str) -> None:
         raise typer.BadParameter(f"must be a file that can be written (got {path}: {why})", param_hint=param_hint) from error
 
 
-def check_picture(path: Path, *, param_hint: str) -> None:
-    """Refuse a picture of another kind than SVG, or that cannot be written. Raises: typer.BadParameter."""
-    if path.suffix != ".svg":
-        problem = f"must end in .svg (got {path}); a browser, Inkscape or rsvg-convert makes a .png or .pdf of it"
-        raise typer.BadParameter(problem, param_hint=param_hint)
-    check_writable(path, param_hint=param_hint)
-
-
 def primitive_named(text: str, *, param_hint: str) -> Primitive:
     """The primitive called `text`. Raises: typer.BadParameter with all names."""
     check_name("primitive", text, param_hint=param_hint)

@@ -70,7 +70,7 @@ class Decision:
 
     Attributes:
         request: as asked. chosen: the implementation's full name, None when nothing can run.
-        control: what decided: "argument", "use(...)", "MLA_PORTABLE_BACKEND...", "policy file", "default".
+        control: what decided: "argument", "use(...)", "MLA_PORTABLE_BACKEND...", "default".
         forced: the backend or implementation that was forced; None for an automatic choice.
         verdicts: every candidate, best first; those that cannot run last.
         plugin_failures: (plugin, error) for each that did not load, or whose detector failed.

@@ -83,6 +83,8 @@ class Implementation(Generic[F]):
             raise PluginError(f"{self.name} / {self.primitive}: support must be a Support, got {type(self.support).__name__}")
         if not callable(self.bind):
             raise PluginError(f"{self.name} / {self.primitive}: bind must be callable, got {type(self.bind).__name__}")
+        if not callable(self.check):
+            raise PluginError(f"{self.name} / {self.primitive}: check must be callable, got {type(self.check).__name__}")
         if not _is_cost(self.preference):
             expected = f"a finite number of 0 or more, got {describe(self.preference)}"
             raise PluginError(f"{self.name} / {self.primitive}: preference must be {expected}")

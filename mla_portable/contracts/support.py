@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.request import Request
-from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields, check_type, describe
+from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields, check_type
 from mla_portable.errors import InvalidArgument
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS, scale_formats
 
@@ -84,7 +84,6 @@ class Support:
             launched normally, or starts early and waits for a kernel of which this holds.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
-        workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
     """
 
     source: str
@@ -122,15 +121,11 @@ class Support:
     min_shared_memory: int = 0
     needs_bf16: bool = True
     needs_fp8_conversion: bool = False
-    workspace_bytes: Callable[[Request], int] | None = None
 
     def __post_init__(self) -> None:
         where = "Support"
         check_fields(self, _LIMITS)
         check_alignment(where, self.cache_alignment)
-        if self.workspace_bytes is not None and not callable(self.workspace_bytes):
-            got = describe(self.workspace_bytes)
-            raise InvalidArgument(where, "workspace_bytes", got=got, expected="a function of a Request, or None")
         if not self.source:
             raise InvalidArgument(where, "source", got="''", expected="where the limits come from")
         for name, given, allowed in (

@@ -22,8 +22,8 @@ its arguments as far as they are known on the host, asks a cache for the bound i
 of a kind), and hands over. What is called in every step binds once instead: `SparseMLAAttention`, or
 `get_registry().bind(request)`. What all functions share:
 
-- `backend` names a backend ("triton") or one of its variants ("triton.portable"); None lets `use(...)`, the environment, the
-  policy file and the costs decide. A forced backend never falls back.
+- `backend` names a backend ("triton") or one of its variants ("triton.portable"); None lets `use(...)`, the environment and
+  the costs decide. A forced backend never falls back.
 - InvalidArgument: the arguments break the contract of the primitive. UnknownBackend: no plugin has that name.
   UnsupportedRequest: nothing here, or not the forced backend, can serve; `.decision` holds all reasons. All three come
   before anything runs; what a kernel or driver raises travels up unchanged.

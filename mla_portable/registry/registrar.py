@@ -4,22 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from mla_portable.contracts import (
     Baseline,
     Detector,
-    DeviceFacts,
     Implementation,
     PluginError,
-    Request,
     Tunable,
     Variable,
 )
-from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.registry.cost_files import parse_costs, read_costs
 from mla_portable.registry.costs import MeasuredTime
-from mla_portable.registry.faults import first_line
 from mla_portable.registry.names import AUTO
 from mla_portable.registry.settings import core_variables, prefix_of
 
@@ -29,23 +25,8 @@ if TYPE_CHECKING:
 Offer = Implementation | Baseline | Tunable
 Taken = dict[tuple[str, str], str]
 """(name, primitive) of an offer -> the plugin that made it."""
-_EVERYTHING: Final[dict[str, Any]] = {
-    **dict.fromkeys(("num_heads", "topk", "block_size", "query_len", "qk_head_dim", "v_head_dim", "rows"), 1),
-    **dict.fromkeys(
-        (
-            *("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection", "finite_values"),
-            *("seq_lens", "context_parallel", "graph", "extra_lengths", "nope"),
-        ),
-        True,
-    ),
-    "kv_layout": FP8_DS_MLA.name,
-    "scale_format": "amax",
-    "cache_alignment": 1,
-}
-"""Fields of a request that touches every field of a Support."""
 _MOST_NOTES: Final = 10
 """On one file of times."""
-_ANY_DEVICE: Final = DeviceFacts(vendor="cpu", name="any", arch="cpu", device_type="cpu")
 
 
 class StagingRegistrar:
@@ -74,7 +55,6 @@ class StagingRegistrar:
         self._require_open()
         if not isinstance(implementation, Implementation):
             raise PluginError(f"expected an Implementation, got {type(implementation).__name__}")
-        _check_implementation(implementation)
         self._check_backend(implementation)
         take(self.taken, implementation, self._plugin)
         self.offers.append(implementation)
@@ -158,15 +138,3 @@ def take(taken: Taken, offer: Offer, plugin: str) -> None:
     if owner is not None:
         raise PluginError(f"{name} / {offer.primitive}: already registered by the plugin {owner!r}")
     taken[name, offer.primitive] = plugin
-
-
-def _check_implementation(implementation: Implementation) -> None:
-    """Raise PluginError unless every field can be used as declared. Contracts check the rest when the value is made."""
-    where = f"{implementation.name} / {implementation.primitive}"
-    if not callable(implementation.check):
-        raise PluginError(f"{where}: check must be callable, got {type(implementation.check).__name__}")
-    try:
-        for reason in implementation.support.reasons(Request(implementation.primitive, _ANY_DEVICE, **_EVERYTHING)):
-            str(reason)
-    except Exception as error:  # whatever a wrongly typed limit leads to
-        raise PluginError(f"{where}: its Support cannot be evaluated: {first_line(error)}") from error

@@ -43,7 +43,7 @@ from mla_portable.registry.machine import Machine
 from mla_portable.registry.names import REFERENCE, check_backend
 from mla_portable.registry.plugin_sources import given_plugins, installed_plugins
 from mla_portable.registry.plugins import Brought, PluginReport, load_offers, load_plugins
-from mla_portable.registry.policy import ARGUMENT, KnownNames, Policy, Rule, active_rules, check_names, disabled_plugins
+from mla_portable.registry.policy import ARGUMENT, KnownNames, Policy, Rule, active_rules, check_names
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
 from mla_portable.registry.settings import check_variables, set_variables
@@ -85,7 +85,7 @@ class Registry:
             plugins: (name, module or object with the hook, or a module's name) instead of the installed entry points.
             facts: devices to simulate, by torch name ("cuda" stands for every index of it). On a device that is not
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
-            policy: instead of environment and policy file. environ: instead of os.environ; names the tuning table too.
+            policy: instead of the environment's. environ: instead of os.environ; names the tuning table too.
             probe: False trusts `check` and computes nothing.
             costs: measured costs, which rank before declared costs; None where only these count. "measured" for the
                 times that plugins bring.
@@ -97,7 +97,7 @@ class Registry:
         environ = os.environ if environ is None else environ
         loaded = load_plugins(
             installed_plugins() if plugins is None else given_plugins(plugins),
-            disabled=disabled_plugins(environ, policy),
+            disabled=dict((Policy.from_environment(environ) if policy is None else policy).disabled),
             seconds=_seconds(environ),
         )
         order = {primitive: rank for rank, primitive in enumerate(Primitive.all())}
@@ -159,7 +159,7 @@ class Registry:
 
     @property
     def policy(self) -> Policy:
-        """What environment and file, or the constructor, force and disable; without `use(...)` blocks and arguments.
+        """What environment, or the constructor, force and disable; without `use(...)` blocks and arguments.
 
         Raises: InvalidArgument or UnknownBackend when that is malformed or names what is unknown.
         """
@@ -168,7 +168,7 @@ class Registry:
         return self._policy
 
     def reload_policy(self) -> None:
-        """Read environment, policy file and tuning table again. What is bound already and probes' results stay as they are.
+        """Read environment and tuning table again. What is bound already and probes' results stay as they are.
 
         A plugin that was disabled when the registry was built stays out: it takes a new process to import it. A table that
         cannot be used is ignored, which is logged once and is `tuned_problem`.
@@ -176,7 +176,7 @@ class Registry:
         """
         environ = os.environ if self._environ is None else self._environ
         check_variables(environ, self._variables, self._unloaded)
-        policy = Policy.read(environ) if self._given_policy is None else self._given_policy
+        policy = Policy.from_environment(environ) if self._given_policy is None else self._given_policy
         check_names(policy, self._known)
         tuned = TunedConfigurations.read(environ)
         if tuned.problem and tuned.problem != self._tuned.problem:

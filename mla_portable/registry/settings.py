@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user set, in environment variables and in the files that they name: the one place that reads and checks them.
+"""What a user set, in environment variables and in the file that one names: the one place that reads and checks them.
 
-The core's own variables are listed here; a plugin declares its own. Every other name of the project is an error. What a file
-means is for its owner: `policy` (TOML), `tuned` (JSON).
+The core's own variables are listed here; a plugin declares its own. Every other name of the project is an error. What the file
+means is for its owner, `tuned`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from mla_portable.registry.names import closest
 PREFIX: Final = "MLA_PORTABLE_"
 ENV_BACKEND: Final = "MLA_PORTABLE_BACKEND"
 ENV_DISABLE: Final = "MLA_PORTABLE_DISABLE"
-ENV_POLICY: Final = "MLA_PORTABLE_POLICY"
 ENV_TUNED: Final = "MLA_PORTABLE_TUNED"
 MOST_BYTES: Final = 1 << 20
 """Of a file; a table of tuned configurations has some hundreds of bytes for each."""
@@ -32,7 +31,6 @@ _BACKEND_NAME: Final = "the name of a backend or of one of its variants, or auto
 _FIXED: Final = (
     Variable(ENV_BACKEND, _BACKEND_NAME),
     Variable(ENV_DISABLE, "names of backends or of their variants, separated by commas"),
-    Variable(ENV_POLICY, "the path of a TOML file"),
     Variable(ENV_TUNED, "the path of a JSON file"),
     Variable.choice("MLA_PORTABLE_FLASH_MLA_MAX_LOGITS", "on", "off"),
     Variable(PLUGIN_TIMEOUT, "seconds, 0 or more (0: no limit)"),
@@ -45,6 +43,11 @@ _FIXED: Final = (
     Variable.choice("MLA_PORTABLE_VLLM_ROUTE", "auto", *ROUTES),
 )
 """Names, paths and seconds are checked where they are read."""
+REMOVED: Final = {
+    "MLA_PORTABLE_POLICY": f"Set {ENV_BACKEND} to the file's `default`, {ENV_BACKEND}_<PRIMITIVE> to what it names for a "
+    f"primitive, and {ENV_DISABLE} to what it disables, separated by commas."
+}
+"""Variables of earlier versions -> what to do instead."""
 
 
 def value_of(environ: Mapping[str, str], name: str) -> str:
@@ -63,17 +66,17 @@ def path_of(environ: Mapping[str, str], name: str) -> Path | None:
         return Path(text)
 
 
-def read_text_file(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text_file(path: Path) -> str:
     """The text of a regular file, UTF-8 with or without a byte-order mark.
 
-    Raises: OSError when it cannot be read, or is a directory, FIFO or device; ValueError when it has more than `most_bytes`, is
+    Raises: OSError when it cannot be read, or is a directory, FIFO or device; ValueError when it has more than MOST_BYTES, is
         not UTF-8, or the path holds a NUL.
     """
     status = path.stat()  # before it is opened: opening a FIFO waits for a writer
     if not stat.S_ISREG(status.st_mode):
         raise OSError(f"'{path}' is not a regular file")
-    if status.st_size > most_bytes:
-        raise ValueError(f"'{path}' has {status.st_size} bytes, more than {most_bytes}")
+    if status.st_size > MOST_BYTES:
+        raise ValueError(f"'{path}' has {status.st_size} bytes, more than {MOST_BYTES}")
     return path.read_text(encoding="utf-8-sig")
 
 
@@ -120,7 +123,7 @@ def check_variables(environ: Mapping[str, str], variables: Iterable[Variable] = 
                 name,
                 got="a variable that does not exist",
                 expected=f"one of {', '.join(sorted(listed))}",
-                remedy=closest(name.removeprefix(PREFIX), names, prefix=PREFIX) or f"Unset {name}.",
+                remedy=REMOVED.get(name) or closest(name.removeprefix(PREFIX), names, prefix=PREFIX) or f"Unset {name}.",
             )
 
 

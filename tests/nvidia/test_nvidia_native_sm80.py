@@ -164,12 +164,6 @@ def test_a_second_cache_and_queries_without_rope_reach_the_kernel(models, rows, 
     check_second_cache(models, REQUEST, attention_sm80, rows, planned=planned)
 
 
-def test_scratch_is_counted_where_a_call_allocates_it():
-    scratch = next(attention_sm80.sm80_implementations()).support.workspace_bytes
-    assert scratch(REQUEST.but(rows=1)) == 32 * 16 * 513 * 4
-    assert scratch(REQUEST.but(rows=1000)) == scratch(REQUEST.but(rows=1, batch_invariant=True)) == 0
-
-
 @pytest.mark.parametrize("device", [A100, RTX_4090, RTX_5090], ids=lambda device: device.arch)
 def test_every_part_is_declared_and_every_build_fits_it(device):
     for offered in attention_sm80.sm80_implementations():

@@ -14,8 +14,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DeviceFacts, Primitive, Reason, Request, Support, split_kv
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, INDEX_BF16, INDEX_FP8, KV_LORA_RANK
+from mla_portable.contracts import DeviceFacts, Primitive, Reason, Support
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, INDEX_BF16, INDEX_FP8
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONCAT_MLA_K,
@@ -29,13 +29,10 @@ from mla_portable.primitives import (
     MERGE_STATES,
     PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
-    SELECT_SCRATCH_BYTES,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
 )
-from mla_portable_triton.attention_configs import attention_config, program_shape
-from mla_portable_triton.tile_rows import tile_arch
 
 NAME: Final = "triton.portable"
 _LEAST_TRITON: Final = (2, 1)
@@ -55,23 +52,6 @@ def _support(kernel: str, **limits: Any) -> Support:
     return Support(source=f"mla_portable_triton.kernels.{kernel}", **declared)
 
 
-def _split_scratch(request: Request) -> int:
-    """Bytes of the partial results of a decode call without `schedule`; their bound where the request leaves it open."""
-    rows, num_heads, topk = request.rows, request.num_heads, request.topk
-    if rows is None or num_heads is None or topk is None:
-        return DEFAULT_SCRATCH_BYTES
-    config = attention_config(tile_arch(request.device), request.kv_layout, num_heads)
-    num_splits = split_kv(
-        num_rows=rows,
-        num_heads=num_heads,
-        topk=topk,
-        extra_topk=request.extra_topk or 0,
-        num_sms=0 if request.batch_invariant else request.device.num_sms,
-        program=program_shape(config, request.kv_layout, request.device),
-    )
-    return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
-
-
 _ATTENTION: Final[dict[str, Any]] = {
     "max_heads": 128,
     "extra_cache": True,
@@ -84,7 +64,7 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     CACHE_WRITE: _support("cache_write"),
     CONVERT_INDICES: _support("convert_indices", needs_bf16=False, seq_lens=True, context_parallel=True, ends_in_order=True),
     GATHER_UPCONVERT: _support("gather_upconvert"),
-    SPARSE_DECODE: _support("sparse_attention", **_ATTENTION, workspace_bytes=_split_scratch),
+    SPARSE_DECODE: _support("sparse_attention", **_ATTENTION),
     SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),
     PACK_SELECTION: _support("pack_selection", kv_layouts=(), needs_bf16=False),
     CONCAT_MLA_K: _support("concat_mla_k", kv_layouts=()),
@@ -97,13 +77,11 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     ),
     MERGE_STATES: _support("merge_states", kv_layouts=()),
     QUANTIZE_PER_TENSOR: _support("quantize_per_tensor", kv_layouts=(), needs_bf16=False),
-    TOPK_SELECT: _support("topk_select", kv_layouts=(), needs_bf16=False, workspace_bytes=lambda request: 33 << 20),
+    TOPK_SELECT: _support("topk_select", kv_layouts=(), needs_bf16=False),
     INDEXER_CACHE_WRITE: _support("indexer_cache_write", kv_layouts=_INDEX),
     INDEXER_LOGITS: _support("indexer_logits", **_SCORES),
     INDEXER_LOGITS_RAGGED: _support("indexer_logits_ragged", **_SCORES),
-    INDEXER_SELECT: _support(
-        "indexer_select", **_SCORES, context_parallel=True, workspace_bytes=lambda request: SELECT_SCRATCH_BYTES
-    ),
+    INDEXER_SELECT: _support("indexer_select", **_SCORES, context_parallel=True),
 }
 
 

@@ -188,11 +188,6 @@ def bind_indexer_logits_ragged(request: Request[IndexerLogitsRagged]) -> Indexer
     return RaggedLogits(find_deepgemm(INDEXER_LOGITS_RAGGED, device), IndexPasses(), device.num_sms)
 
 
-def _scratch(request: Request[Any]) -> int:
-    """Bytes of scores at most; of gathered keys one row for each place of a multiprocessor, where that is more."""
-    return DEFAULT_SCRATCH_BYTES
-
-
 def deepgemm_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation[Any]]:
     """indexer_logits and indexer_logits_ragged. device_types: ("cuda",) but for tests that run stand-ins on a CPU."""
     common: dict[str, Any] = {
@@ -202,7 +197,6 @@ def deepgemm_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> It
         "archs": ("sm90", "sm100"),
         "kv_layouts": (INDEX_FP8.name,),
         "num_heads": HEADS,
-        "workspace_bytes": _scratch,
     }
     yield Implementation(
         NAME,

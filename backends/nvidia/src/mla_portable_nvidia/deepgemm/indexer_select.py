@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -82,10 +82,6 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     return DeepGemmSelect(find_deepgemm(INDEXER_LOGITS, device), IndexPasses(), topk)
 
 
-def _scratch(request: Request[Any]) -> int:
-    return SCRATCH_BYTES
-
-
 def select_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation[IndexerSelect]]:
     """indexer_select. device_types: ("cuda",) but for tests that run stand-ins on a CPU."""
     yield Implementation(
@@ -100,7 +96,6 @@ def select_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iter
             num_heads=HEADS,
             block_sizes=(PAGE,),
             cache_alignment=16,
-            workspace_bytes=_scratch,
         ),
         bind_indexer_select,
         check=partial(deepgemm_reasons, INDEXER_LOGITS),

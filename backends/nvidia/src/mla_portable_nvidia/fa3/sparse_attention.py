@@ -219,11 +219,6 @@ def bind_fa3_decode(request: Request) -> SparseDecode:
     return FlatDecode(_bound(request))
 
 
-def _scratch(request: Request) -> int:
-    """Bytes at most of accumulators, and of lists and idle queries."""
-    return 2 * DEFAULT_SCRATCH_BYTES
-
-
 def fa3_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation]:
     """sparse_decode and sparse_prefill of BF16 rows, for SM90. device_types: ("cuda",) but for tests with stand-ins."""
     common: dict[str, Any] = {
@@ -234,7 +229,6 @@ def fa3_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterato
         "kv_layouts": (BF16.name, BF16_NOPE.name),
         "max_heads": 128,
         "cache_alignment": 16,
-        "workspace_bytes": _scratch,
     }
     yield Implementation(
         NAME,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Primitive, Reason, Request, Support
-from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, SCALE_FORMATS
+from mla_portable.contracts import Primitive, Reason, Request, Support
+from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, SCALE_FORMATS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS, kernel_heads
+from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
 
 ARCHS: Final = ("sm90", "sm100")
 TRUNCATION_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_TRUNCATED_SCALES"
@@ -48,14 +48,6 @@ def truncation_allowed(environ: Mapping[str, str]) -> bool:
     return environ.get(TRUNCATION_VARIABLE, "").strip().lower() == "allow"
 
 
-def _decode_scratch(request: Request) -> int:
-    """Bytes at most: accumulators within their bound, and for as many rows padded queries, results and indices."""
-    heads = kernel_heads(request.num_heads or KERNEL_HEADS[0])
-    rows = DEFAULT_SCRATCH_BYTES // (4 * heads * (KV_LORA_RANK + 1))
-    padding = 0 if request.num_heads in KERNEL_HEADS else 2 * heads * (HEAD_SIZE + KV_LORA_RANK)
-    return DEFAULT_SCRATCH_BYTES + rows * (padding + 4 * (request.topk or 2048) + 4 * (request.extra_topk or 0))
-
-
 def attention_support(
     primitive: Primitive, arch: str, *, device_types: tuple[str, ...] = ("cuda",), allow_truncation: bool = False
 ) -> Support:
@@ -84,7 +76,6 @@ def attention_support(
         kv_layouts=(FP8_DS_MLA.name,),
         needs_whole_rows=arch != "sm90",
         scale_formats=scale_formats,
-        workspace_bytes=_decode_scratch,
     )
 
 
@@ -116,5 +107,4 @@ def v4_support(*, device_types: tuple[str, ...] = ("cuda",)) -> Support:
         padded_heads=KERNEL_HEADS,
         cache_alignment=16,
         extra_cache=True,
-        workspace_bytes=_decode_scratch,
     )

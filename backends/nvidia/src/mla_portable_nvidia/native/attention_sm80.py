@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
 from mla_portable.contracts import (
-    DEFAULT_SCRATCH_BYTES,
     DecodeSchedule,
     Implementation,
     Primitive,
@@ -18,7 +17,7 @@ from mla_portable.contracts import (
     split_kv,
     split_kv_kind,
 )
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.native.bound_attention import BoundAttention, lists_of, rows_of_request
 from mla_portable_nvidia.native.checks import check
@@ -55,15 +54,6 @@ def _own_splits(request: Request, rows: int, num_heads: int, topk: int, extra_to
     whole = request.batch_invariant or request.primitive is not SPARSE_DECODE
     num_sms = 0 if whole else request.device.num_sms
     return split_kv(num_rows=rows, num_heads=num_heads, topk=topk, extra_topk=extra_topk, num_sms=num_sms, program=shape)
-
-
-def _split_scratch(request: Request) -> int:
-    """Bytes of the partial results of a decode without `schedule`; their bound where the request leaves it open."""
-    rows, num_heads, topk = request.rows, request.num_heads, request.topk
-    if rows is None or num_heads is None or topk is None:
-        return DEFAULT_SCRATCH_BYTES
-    num_splits = _own_splits(request, rows, num_heads, topk, request.extra_topk or 0, _program(request))
-    return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
 
 
 class _Attention(BoundAttention):
@@ -105,8 +95,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
 _BIND: Final[dict[Primitive, Any]] = {SPARSE_DECODE: bind_sparse_decode, SPARSE_PREFILL: bind_sparse_prefill}
 
 
-def _support(*, decodes: bool) -> Support:
-    """decodes: of sparse_decode."""
+def _support() -> Support:
     return Support(
         source="mla_portable_nvidia/native: sparse_decode_sm80.cu, merge_splits.cu; code for sm80 run on an H200",
         device_types=("cuda",),
@@ -119,7 +108,6 @@ def _support(*, decodes: bool) -> Support:
         batch_invariant=True,
         extra_cache=True,
         nope=True,
-        workspace_bytes=_split_scratch if decodes else None,
     )
 
 
@@ -130,7 +118,7 @@ def sm80_implementations() -> Iterator[Implementation]:
         yield Implementation(
             name=_NAME,
             primitive=primitive,
-            support=_support(decodes=decodes),
+            support=_support(),
             bind=function,
             check=check,
             preference=_PREFERENCE,

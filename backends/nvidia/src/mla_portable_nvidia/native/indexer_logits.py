@@ -19,7 +19,6 @@ from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import (
     INDEXER_LOGITS,
     INDEXER_SELECT,
-    SELECT_SCRATCH_BYTES,
     TOPK_SELECT,
     IndexerLogits,
     IndexerSelect,
@@ -232,10 +231,6 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     return SelectInParts(NativeScores(request), NativeTopkSelect(part, starts_early=True))
 
 
-def _scratch(request: Request[Any]) -> int:
-    return SELECT_SCRATCH_BYTES
-
-
 def indexer_implementations() -> Iterator[Implementation[Any]]:
     """indexer_logits and indexer_select, preferred to the portable kernels."""
     kernels = ("indexer_logits_decode.cu", "indexer_logits_prefill.cu")
@@ -262,7 +257,7 @@ def indexer_implementations() -> Iterator[Implementation[Any]]:
     yield Implementation(
         name="nvidia.native",
         primitive=INDEXER_SELECT,
-        support=Support(source=text, max_topk=MAX_TOPK, workspace_bytes=_scratch, **common),
+        support=Support(source=text, max_topk=MAX_TOPK, **common),
         bind=bind_indexer_select,
         check=check,
         preference=8.0,

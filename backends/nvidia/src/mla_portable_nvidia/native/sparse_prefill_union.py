@@ -281,7 +281,6 @@ def union_implementations() -> Iterator[Implementation[SparsePrefill]]:
             min_shared_memory=max(build.shared_bytes for build in ATTENDING),
             needs_fp8_conversion=True,
             nope=True,
-            workspace_bytes=lambda request: _SCRATCH,
         ),
         bind=bind_union,
         check=check,

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from mla_portable.bench.svg import Curve, panels_svg
+from svg import Curve, panels_svg
+
 from mla_portable.capability.run import Baseline, Time
 from mla_portable.contracts import InvalidArgument
 
