@@ -28,8 +28,8 @@ from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
 from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
-from mla_portable.registry.cost_files import costs_text, parse_costs
 from mla_portable.registry.plugins import Brought
+from mla_portable.times.files import costs_text, parse_costs
 
 ROOT = Path(__file__).parents[1]
 

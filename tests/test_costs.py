@@ -19,12 +19,13 @@ from mla_portable.contracts import Implementation, Primitive, Registrar, Request
 from mla_portable.primitives import CONVERT_INDICES, MASKED_PREFILL, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import kernel_cases
 from mla_portable.registry import Registry, get_registry, reset_registry
-from mla_portable.registry.cost_files import costs_text, parse_costs
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
 from mla_portable.registry.plugin_sources import installed_plugins
 from mla_portable.registry.plugins import load_plugins
 from mla_portable.registry.policy import Policy
 from mla_portable.registry.select import decide
+from mla_portable.times.files import costs_text, parse_costs
+from mla_portable.times.measured import MeasuredCosts
+from mla_portable.times.records import MeasuredTime, Measurement
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(ROOT.glob("backends/*/src/*/costs/*.json"))

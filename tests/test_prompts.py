@@ -16,7 +16,7 @@ from commands import document, invoke
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention, SparseMLAAttention
-from mla_portable.attention.prompt_times import TIMES, Counts, PromptTimes, prompt_times
+from mla_portable.attention.prompt_times import TIMES, prompt_times
 from mla_portable.bench.prompts import STEPS, StepTimes, fit
 from mla_portable.contracts import Batch, ContextShare, InvalidArgument, PlanMismatch, UnsupportedRequest
 from mla_portable.layouts import LAYOUTS
@@ -24,6 +24,7 @@ from mla_portable.planner import Planner
 from mla_portable.planner.prompts import PromptPlan, plan_prompts
 from mla_portable.primitives import CONCAT_MLA_K, MASKED_PREFILL
 from mla_portable.registry import Registry
+from mla_portable.times.prompts import Counts, PromptTimes
 
 DIMS = HeadDims(nope=16, rope=64, value=24)
 NOPE = HeadDims(nope=32, rope=0, value=24)
@@ -344,6 +345,8 @@ def test_a_cache_of_another_size_of_blocks_is_refused():
     step.kv_cache = step.kv_cache.view(BLOCKS // 2, 2 * BLOCK, -1)
     with pytest.raises(InvalidArgument, match=f"kv_cache: got fp8_ds_mla, block_size {2 * BLOCK}, expected .* {BLOCK}, as in"):
         step.run(make_layer())
+
+
 @pytest.mark.parametrize("name", ["query_lens", "seq_lens"])
 def test_lengths_with_a_mask_are_refused(name: str):
     lengths: dict[str, Any] = {each: np.array([1, 1], dtype=np.int32) for each in ("query_lens", "seq_lens")}

@@ -19,20 +19,21 @@ PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / 
 
 LOW = {"accelerator", "contracts", "errors", "layouts"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts", "primitives"))
-MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry"}
+MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry", "times"}
 MAY_IMPORT = {
     "accelerator": set(),
     "errors": set(),
     "layouts": {"errors"},
     "contracts": {"accelerator", "errors", "layouts"},
-    "registry": LOW | {"primitives", "problems"},  # primitives and problems only while it probes, see below
+    "times": LOW,
+    "registry": LOW | {"primitives", "problems", "times"},  # primitives and problems only while it probes, see below
     "problems": LOW | {"planner", "primitives"},
     "dispatch": LOW | {"registry"},
     "explaining": LOW | {"dispatch"},
     "primitives": LOW | {"dispatch"},
     "reference": LOW,
-    "planner": LOW | {"primitives"},
-    "attention": LOW | {"planner", "primitives", "registry"},
+    "planner": LOW | {"primitives", "times"},
+    "attention": LOW | {"planner", "primitives", "registry", "times"},
     "deep_gemm": LOW | {"primitives"},
     "flash_mla": LOW | {"primitives", "registry"},
     "engine": MIDDLE,

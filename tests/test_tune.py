@@ -34,8 +34,9 @@ from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
+from mla_portable.times.measured import MeasuredCosts
+from mla_portable.times.records import MeasuredTime, Measurement
 
 NAME = "acme.v1"
 DECODE = SPARSE_DECODE

@@ -12,7 +12,7 @@ from mla_portable.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.bench.timing import Timing
 from mla_portable.capability.profiles import Profile, profile_of
 from mla_portable.capability.run import Baseline, Run, Time
-from mla_portable.registry.costs import MeasuredTime, Measurement
+from mla_portable.times.records import MeasuredTime, Measurement
 
 _DIGITS: Final = 3
 """After the point of a microsecond; a clock of the device is no finer."""

@@ -68,7 +68,7 @@ def costs(
         from mla_portable.capability.profiles import all_profiles
         from mla_portable.capability.run import DISTURBED, read_run
         from mla_portable.contracts.whole_files import replace_file
-        from mla_portable.registry.cost_files import costs_text
+        from mla_portable.times.files import costs_text
 
         timed = read_run(run)
         backends = sorted({each.implementation.partition(".")[0] for each in timed.times})

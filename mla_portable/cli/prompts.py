@@ -13,8 +13,8 @@ from mla_portable.cli.options import DeviceOption, JsonOption, check_known, numb
 from mla_portable.cli.output import EXIT_FAILED, columns, command, digits, hanging
 
 if TYPE_CHECKING:
-    from mla_portable.attention.prompt_times import PromptTimes
     from mla_portable.bench.prompts import StepTimes
+    from mla_portable.times.prompts import PromptTimes
 
 _SMALL: Final[dict[str, Any]] = {"topk": 64, "max_num_tokens": 128, "max_model_len": 128}
 """Of a layer on a CPU."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention
-from mla_portable.attention.prompt_times import Counts, Lengths, PromptTimes
 from mla_portable.contracts import DeviceFacts, UnsupportedRequest
 from mla_portable.planner.prompts import PromptPlan, plan_prompts
+from mla_portable.times.prompts import Counts, Lengths, PromptTimes
 
 VENDORS: Final = ("nvidia",)
 """Whose ratio of the two ways was measured."""

@@ -13,12 +13,13 @@ from typing import Generic, TypeVar
 
 from mla_portable.contracts import Baseline, Detector, Implementation, PluginError, Tunable, Variable
 from mla_portable.errors import printable
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS, limited
 from mla_portable.registry.names import CORE_MODULE
 from mla_portable.registry.plugin_sources import PluginCaller, PluginSource
 from mla_portable.registry.registrar import StagingRegistrar, Taken, take
+from mla_portable.times.measured import MeasuredCosts
+from mla_portable.times.records import MeasuredTime
 
 T = TypeVar("T", Baseline, Tunable)
 Loaders = tuple[tuple[str, Callable[[], Iterable[T]]], ...]

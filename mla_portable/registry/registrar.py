@@ -17,11 +17,11 @@ from mla_portable.contracts import (
     Variable,
 )
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable.registry.cost_files import parse_costs, read_costs
-from mla_portable.registry.costs import MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.names import AUTO
 from mla_portable.registry.settings import core_variables, prefix_of
+from mla_portable.times.files import parse_costs, read_costs
+from mla_portable.times.records import MeasuredTime
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable

@@ -25,10 +25,11 @@ import numpy.typing as npt
 import torch
 
 from mla_portable.attention import HeadDims, PromptAttention
-from mla_portable.attention.prompt_times import PromptTimes, prompt_times
+from mla_portable.attention.prompt_times import prompt_times
 from mla_portable.contracts.values import INT32_MAX
 from mla_portable.engine import prompts as engine
 from mla_portable.planner.prompts import PromptPlan
+from mla_portable.times.prompts import PromptTimes
 from mla_portable.vllm import compat
 from mla_portable.vllm.model import Resolved
 from mla_portable.vllm.settings import logger

@@ -17,12 +17,12 @@ from sglang_kit import cases, fixture, server_of
 from torch import Tensor
 
 from mla_portable.attention import HeadDims
-from mla_portable.attention.prompt_times import PromptTimes
 from mla_portable.contracts import ContextShare
 from mla_portable.engine import prompts as shared
 from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import get_registry
 from mla_portable.sglang import model, places, prompts, settings
+from mla_portable.times.prompts import PromptTimes
 
 HEADS, Q_RANK = 4, 32
 DIMS = HeadDims(128, 64, 128)

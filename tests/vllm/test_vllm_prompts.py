@@ -34,10 +34,10 @@ from vllm_engine import (
 )
 
 from mla_portable.attention import HeadDims
-from mla_portable.attention.prompt_times import PromptTimes
 from mla_portable.contracts import ContextShare, InvalidArgument
 from mla_portable.engine import prompts as shared
 from mla_portable.registry import get_registry, use
+from mla_portable.times.prompts import PromptTimes
 from mla_portable.vllm import compat, prompts
 from mla_portable.vllm.metadata import MLAPortableMetadata
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from mla_portable.registry.costs import MeasuredTime, Measurement
+from mla_portable.times.records import MeasuredTime, Measurement
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable

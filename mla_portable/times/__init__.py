@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times: the one answer to "how long does it take here", from records of medians on named devices.
+
+records    one median, and where it comes from
+files      the documents that hold them: plugins ship some
+measured   what implementations cost beside one another
+prefill    whether a chunk of a prefill is gathered first
+prompts    whether a step's prompts are attended to over latent rows or over keys of each head
+"""
