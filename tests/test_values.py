@@ -19,7 +19,8 @@ from machines import CPU
 from mla_portable.contracts import InvalidArgument, Request, Support
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.times.prefill import PrefillTimes, Times
+from mla_portable.times.prefill import PrefillTimes
+from mla_portable.times.rows import Times
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 
