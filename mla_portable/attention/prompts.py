@@ -97,7 +97,7 @@ class PromptAttention:
     Attributes:
         spec, head_dims, device: as built. key_rows: for `plan_prompts`.
         decisions: the choice of every primitive; `masked` and `dense` are masked_prefill with and without a selection, where
-            the keys are one part.
+            the keys are one part. times: of both ways for what `masked` chose; None where none are on record for the device.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class PromptAttention:
         named = prompt_requests(spec, head_dims, layers.facts(self.device))
         attend, gather, pack, merge = (named[each] for each in ("dense", "gather", "pack", "merge"))
         self.decisions: dict[str, Decision] = {name: layers.decide(request) for name, request in named.items()}
+        self.times = layers.prompt_times(self.decisions["masked"])
         self._attention = {
             (masked, partial): layers.bind(attend.but(selection=masked, lse=partial))
             for masked in (False, True)

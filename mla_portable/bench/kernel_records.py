@@ -98,7 +98,7 @@ def times_of(cases: Iterable[CaseTimes]) -> list[Time]:
 
 
 def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | None = None) -> list[MeasuredTime]:
-    """The times of a run that can rank implementations, for `costs_text`: of several widths the largest.
+    """The times of a run that can rank implementations, for `times_text`: of several widths the largest.
 
     Left out: times with an overlap, and those of disturbed problems.
 

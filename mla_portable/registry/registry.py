@@ -47,6 +47,8 @@ from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
 from mla_portable.registry.settings import check_variables, set_variables
 from mla_portable.registry.tuned import TABLE_REMEDY, TunedConfigurations
+from mla_portable.times.measured import MeasuredCosts
+from mla_portable.times.prompts import PromptTimes, recorded_prompts
 
 CACHE_LIMIT: Final = 4096
 """Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
@@ -105,7 +107,10 @@ class Registry:
         self._unloaded = frozenset(r.name for r in self._reports if not r.loaded)
         self._known = KnownNames((i.name for i in self._implementations), self._unloaded)
         self._machine = Machine(detectors=loaded.detectors, simulated=facts)
-        self._probing, self._costs = probe, loaded.costs if costs == "measured" else costs
+        files = loaded.times if costs == "measured" else ()
+        self._probing = probe
+        self._costs = MeasuredCosts(each for file in files for each in file.times) if costs == "measured" else costs
+        self._prompts = sorted((each for file in files for each in file.prompts), key=lambda each: each.measurement.recorded)
         self._policy, self._tuned = Policy(), TunedConfigurations(None, {})
         self._policy_error: InvalidArgument | None = None
         self._generation = 0
@@ -346,6 +351,14 @@ class Registry:
         """Rows -> microseconds of `implementation` for requests like this, as far as measured times rank here."""
         _check_pair("times", implementation, request)
         return {} if self._costs is None else self._costs.times(implementation, request)
+
+    def prompt_times(self, decision: Decision) -> PromptTimes | None:
+        """By which prompts go to what a decision on masked_prefill chose; None where no constants hold for its device.
+
+        There are some only where measured times rank here.
+        """
+        check_type("Registry.prompt_times", "decision", decision, Decision, "a Decision, on masked_prefill")
+        return recorded_prompts(self._prompts, decision.chosen or "", decision.request)
 
     def _log_once(self, decision: Decision) -> None:
         """Log, once per primitive and kind of reason, that a cheaper candidate was passed over or plain torch serves a GPU."""

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of measured times, which plugins ship: one JSON document for a device.
+"""Files of times, which plugins ship: one JSON document for a device.
 
     {"device": "NVIDIA H200",                        name of the device: that of its profile
      "names": ["NVIDIA H200"],                       patterns of fnmatch for the names that its drivers report
      "recorded": "2026-11-23", "release": "0.1.0",   the day, and the plugin's release
      "versions": {"triton": "3.6.0"},                of the software that ran
      "times": [{"implementation": "nvidia.native", "primitive": "sparse_decode", "layout": "fp8_ds_mla", "heads": 16,
-                "topk": 2048, "us": {"1": 13.8, "128": 65.6}}]}        medians in microseconds by rows
+                "topk": 2048, "us": {"1": 13.8, "128": 65.6}}],        medians in microseconds by rows
+     "prompts": [{"implementation": "nvidia.native", "qk_head_dim": 192, "v_head_dim": 128, "heads": 16,
+                  "us": {"latent_fixed": 21.81, ...}}],                constants: the fields of PromptTimes
+     "stands_for": ["nvidia"]}                                         vendors: see PromptRecord
 
-`layout`, `heads` and `topk` are null where the primitive has none; everything but `device`, `times`, `implementation`,
-`primitive` and `us` may be left out. A row may have `recorded`, `release` and `versions` of its own. A file of times is a hint:
-what cannot be used of it is left out and described, and the rest counts.
+`layout`, `heads` and `topk` of a time are null where the primitive has none; what the example leaves in may be left out, but
+`device`, one of `times` and `prompts`, and of a row `implementation`, `us`, `primitive` or the widths and heads. A row may have
+`recorded`, `release` and `versions` of its own. A file of times is a hint: what cannot be used of it is left out and described,
+and the rest counts.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from mla_portable.times.prompts import PromptRecord, PromptTimes
 from mla_portable.times.records import MeasuredTime, Measurement
 
 if TYPE_CHECKING:
@@ -33,11 +38,30 @@ _MOST_US: Final = 1e12
 _LONGEST: Final = 200
 """Characters of a text."""
 _ORIGIN: Final = ("recorded", "release", "versions")
-_SHARED: Final = ("device", "names", *_ORIGIN, "times")
+_SHARED: Final = ("device", "names", *_ORIGIN, "times", "prompts", "stands_for")
 _ROW: Final = ("implementation", "primitive", "layout", "heads", "topk", "form", "us", *_ORIGIN)
+_PROMPTS: Final = ("implementation", "qk_head_dim", "v_head_dim", "heads", "us", *_ORIGIN)
+_CONSTANTS: Final = tuple(field.name for field in fields(PromptTimes))
+_ATTENDS: Final = "masked_prefill"
+"""The primitive whose implementations `prompts` are of."""
 
 
-def read_costs(source: str | Traversable) -> tuple[list[tuple[str, str]], list[str]]:
+@dataclass(frozen=True, slots=True)
+class TimesFile:
+    """What one document holds.
+
+    Attributes:
+        name: of the file. owner: the plugin that ships it. problems: what of it is ignored, and why, in words.
+    """
+
+    name: str
+    owner: str = ""
+    times: tuple[MeasuredTime, ...] = ()
+    prompts: tuple[PromptRecord, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def read_documents(source: str | Traversable) -> tuple[list[tuple[str, str]], list[str]]:
     """((name, text) of each document, what cannot be read, in words). Never raises for what a file holds.
 
     Args:
@@ -59,74 +83,125 @@ def read_costs(source: str | Traversable) -> tuple[list[tuple[str, str]], list[s
     return documents, problems
 
 
-def parse_costs(text: str, offered: Collection[tuple[str, str]] | None = None) -> tuple[list[MeasuredTime], list[str]]:
-    """(times, what is wrong with the others, in words). Never raises for what the text says.
+def parse_times(
+    text: str, offered: Collection[tuple[str, str]] | None = None, *, name: str = "times", owner: str = ""
+) -> TimesFile:
+    """What can be used of a document. Never raises for what the text says.
 
     Args:
-        offered: (implementation, primitive) that times may be of; None for any.
+        offered: (implementation, primitive) that times may be of; None for any. name, owner: as of TimesFile.
     """
+    empty = TimesFile(name, owner)
     try:
         document: Any = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, an integer too long, nested too deeply
-        return [], [f"no JSON document: {error}"]
+        return replace(empty, problems=(f"no JSON document: {error}",))
     if not isinstance(document, dict):
-        return [], [f"got {_short(document)}, expected an object with {', '.join(_SHARED)}"]
-    fields = _given(cast("dict[str, Any]", document))
-    problems = _unknown(fields, _SHARED)
-    problems += _wrong(fields, {"device": _is_name, "names": _optional(_are_patterns), **_ORIGIN_CHECKS})
-    if not isinstance(fields.get("times"), list):
-        problems.append(f"times: got {_short(fields.get('times'))}, expected a list of rows")
+        return replace(empty, problems=(f"got {_short(document)}, expected an object with {', '.join(_SHARED)}",))
+    given = _given(cast("dict[str, Any]", document))
+    problems = _unknown(given, _SHARED)
+    problems += _wrong(given, {"device": _is_name, "names": _optional(_are_patterns), **_ORIGIN_CHECKS})
+    problems += _wrong(given, {"stands_for": _optional(_are_names)})
+    sections = [section for section in ("times", "prompts") if section in given]
+    for section in sections or ("times",):
+        if not isinstance(given.get(section), list):
+            problems.append(f"{section}: got {_short(given.get(section))}, expected a list of rows")
     if problems:
-        return [], problems
-    shared = _measurement(Measurement(fields["device"], tuple(fields.get("names", ()))), fields)
+        return replace(empty, problems=tuple(problems))
+    shared = _measurement(Measurement(given["device"], tuple(given.get("names", ()))), given)
     times: list[MeasuredTime] = []
-    for number, row in enumerate(fields["times"], start=1):
+    for number, row in enumerate(given.get("times", ()), start=1):
         found, wrong = _row(row, shared, offered)
         times += found
         problems += [f"row {number}: {each}" for each in wrong]
-    return times, problems
+    prompts: list[PromptRecord] = []
+    for number, row in enumerate(given.get("prompts", ()), start=1):
+        record, wrong = _prompts(row, shared, tuple(given.get("stands_for", ())), offered)
+        prompts += [record] if record else []
+        problems += [f"row {number} of prompts: {each}" for each in wrong]
+    return TimesFile(name, owner, tuple(times), tuple(prompts), tuple(problems))
 
 
 def _row(row: Any, shared: Measurement, offered: Collection[tuple[str, str]] | None) -> tuple[list[MeasuredTime], list[str]]:
     """The times of one row that can be used, and what is wrong with it."""
     if not isinstance(row, dict):
         return [], [f"got {_short(row)}, expected an object with {', '.join(_ROW)}"]
-    fields = _given(cast("dict[str, Any]", row))
+    given = _given(cast("dict[str, Any]", row))
     checks = {"implementation": _is_name, "primitive": _is_name, "layout": _optional(_is_name)}
     checks |= {"heads": _optional(_is_count), "topk": _optional(_is_count), "form": _optional(_is_name)}
-    problems = _unknown(fields, _ROW) + _wrong(fields, checks | _ORIGIN_CHECKS)
-    if not isinstance(fields.get("us"), dict):
-        problems.append(f"us: got {_short(fields.get('us'))}, expected an object: rows to microseconds")
+    problems = _unknown(given, _ROW) + _wrong(given, checks | _ORIGIN_CHECKS)
+    if not isinstance(given.get("us"), dict):
+        problems.append(f"us: got {_short(given.get('us'))}, expected an object: rows to microseconds")
     if problems:
         return [], problems
-    name, primitive = fields["implementation"], fields["primitive"]
-    if offered is not None and (name, primitive) not in offered:
-        return [], [f"{_short(name)} / {_short(primitive)} is not offered by this plugin"]
-    measurement, times = _measurement(shared, fields), list[MeasuredTime]()
-    for rows, us in cast("dict[str, Any]", fields["us"]).items():
+    name, primitive = given["implementation"], given["primitive"]
+    if (wrong := _not_offered(name, primitive, offered)) is not None:
+        return [], [wrong]
+    measurement, times = _measurement(shared, given), list[MeasuredTime]()
+    for rows, us in cast("dict[str, Any]", given["us"]).items():
         count = int(rows) if rows.isascii() and rows.isdecimal() and len(rows) < 12 else 0
         if count < 1:
             problems.append(f"us: rows {_short(rows)}, expected {_COUNT}")
         elif isinstance(us, bool) or not isinstance(us, (int, float)) or not 0 < us < _MOST_US:
             problems.append(f"us of {rows} rows: got {_short(us)}, expected a number above 0 and below {_MOST_US:g}")
         else:
-            layout, heads, topk = fields.get("layout"), fields.get("heads"), fields.get("topk")
+            layout, heads, topk = given.get("layout"), given.get("heads"), given.get("topk")
             times.append(
-                MeasuredTime(name, primitive, layout, heads, topk, count, float(us), measurement, fields.get("form", ""))
+                MeasuredTime(name, primitive, layout, heads, topk, count, float(us), measurement, given.get("form", ""))
             )
     return times, problems
 
 
-def costs_text(times: Iterable[MeasuredTime]) -> str:
-    """The document of one device's times, a line for those that differ in rows alone; in an order that depends on them alone.
+def _prompts(
+    row: Any, shared: Measurement, stands_for: tuple[str, ...], offered: Collection[tuple[str, str]] | None
+) -> tuple[PromptRecord | None, list[str]]:
+    """The record of one row of `prompts`, None where it cannot be used, and what is wrong with it."""
+    if not isinstance(row, dict):
+        return None, [f"got {_short(row)}, expected an object with {', '.join(_PROMPTS)}"]
+    given = _given(cast("dict[str, Any]", row))
+    sizes = ("qk_head_dim", "v_head_dim", "heads")
+    checks = {"implementation": _is_name, **dict.fromkeys(sizes, _is_count), "us": _are_constants, **_ORIGIN_CHECKS}
+    problems = _unknown(given, _PROMPTS) + _wrong(given, checks)
+    if problems:
+        return None, problems
+    name, constants = given["implementation"], cast("dict[str, float]", given["us"])
+    if (wrong := _not_offered(name, _ATTENDS, offered)) is not None:
+        return None, [wrong]
+    us = PromptTimes(**{constant: float(value) for constant, value in constants.items()})
+    widths = given["qk_head_dim"], given["v_head_dim"]
+    return PromptRecord(name, *widths, given["heads"], us, _measurement(shared, given), stands_for), []
 
-    Raises: ValueError for times of several devices, or none.
+
+def _not_offered(name: str, primitive: str, offered: Collection[tuple[str, str]] | None) -> str | None:
+    if offered is None or (name, primitive) in offered:
+        return None
+    return f"{_short(name)} / {_short(primitive)} is not offered by this plugin"
+
+
+def times_text(times: Iterable[MeasuredTime] = (), prompts: Iterable[PromptRecord] = ()) -> str:
+    """The document of one device, a line for times that differ in rows alone; in an order that depends on the records alone.
+
+    Raises: ValueError for records of several devices, that stand for different vendors, or none.
     """
-    times = list(times)
-    devices = {(each.measurement.device, each.measurement.names) for each in times}
+    times, prompts = list(times), list(prompts)
+    measurements = [each.measurement for each in (*times, *prompts)]
+    devices = {(each.device, each.names) for each in measurements}
     if len(devices) != 1:
         raise ValueError(f"a file of times is of one device; got {', '.join(sorted(name for name, _ in devices)) or 'none'}")
-    newest = max((each.measurement for each in times), key=lambda each: (each.recorded, each.release, each.versions))
+    if len(stand_for := {each.stands_for for each in prompts}) > 1:
+        raise ValueError(f"records of one file stand for the same vendors; got {sorted(stand_for)}")
+    newest = max(measurements, key=lambda each: (each.recorded, each.release, each.versions))
+    head = {"device": newest.device, "names": list(newest.names), **_origin(newest)}
+    sections = {"times": _time_lines(times, newest)} if times else {}
+    if prompts:
+        sections["prompts"] = _prompt_lines(prompts, newest)
+        if vendors := prompts[0].stands_for:
+            head["stands_for"] = list(vendors)
+    written = (f'"{section}": [\n{lines}\n]' for section, lines in sections.items())
+    return ",\n".join((json.dumps(head)[:-1], *written)) + "}\n"
+
+
+def _time_lines(times: Iterable[MeasuredTime], newest: Measurement) -> str:
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def order(each: MeasuredTime) -> tuple[Any, ...]:
@@ -136,30 +211,43 @@ def costs_text(times: Iterable[MeasuredTime]) -> str:
         named = {name: getattr(each, name) for name in ("implementation", "primitive", "layout", "heads", "topk")}
         if each.form:
             named["form"] = each.form
-        if each.measurement != newest:
-            origin, shared = _origin(each.measurement), _origin(newest)
-            named |= {name: value for name, value in origin.items() if value != shared[name]}
+        named |= _own_origin(each.measurement, newest)
         group = groups.setdefault((*map(str, named.values()), each.measurement), {**named, "us": {}})
         group["us"][str(each.rows)] = each.us
-    head = {"device": newest.device, "names": list(newest.names), **_origin(newest)}
-    lines = ",\n".join(json.dumps(group) for group in groups.values())
-    return f'{json.dumps(head)[:-1]},\n"times": [\n{lines}\n]}}\n'
+    return ",\n".join(json.dumps(group) for group in groups.values())
+
+
+def _prompt_lines(prompts: Iterable[PromptRecord], newest: Measurement) -> str:
+    def line(each: PromptRecord) -> str:
+        named = {name: getattr(each, name) for name in ("implementation", "qk_head_dim", "v_head_dim", "heads")}
+        return json.dumps({**named, **_own_origin(each.measurement, newest), "us": asdict(each.times)})
+
+    def order(each: PromptRecord) -> tuple[Any, ...]:
+        return each.implementation, each.qk_head_dim, each.v_head_dim, each.heads
+
+    return ",\n".join(map(line, sorted(prompts, key=order)))
+
+
+def _own_origin(measurement: Measurement, newest: Measurement) -> dict[str, Any]:
+    """What a row says of its origin beside what the document says."""
+    shared = _origin(newest)
+    return {name: value for name, value in _origin(measurement).items() if value != shared[name]}
 
 
 def _origin(measurement: Measurement) -> dict[str, Any]:
     return {"recorded": measurement.recorded, "release": measurement.release, "versions": dict(measurement.versions)}
 
 
-def _measurement(shared: Measurement, fields: Mapping[str, Any]) -> Measurement:
-    own = {name: fields[name] for name in _ORIGIN if name in fields}
+def _measurement(shared: Measurement, given: Mapping[str, Any]) -> Measurement:
+    own = {name: given[name] for name in _ORIGIN if name in given}
     if "versions" in own:
         own["versions"] = tuple(sorted(own["versions"].items()))
     return replace(shared, **own) if own else shared
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
+def _given(given: dict[str, Any]) -> dict[str, Any]:
     """Without those that are null: they are as good as absent."""
-    return {name: value for name, value in fields.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _is_text(value: Any) -> str:
@@ -175,9 +263,25 @@ def _is_count(value: Any) -> str:
     return "" if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else _COUNT
 
 
+def _are_names(value: Any) -> str:
+    good = isinstance(value, list) and not any(map(_is_name, cast("list[Any]", value)))
+    return "" if good else "a list of names"
+
+
+def _are_constants(value: Any) -> str:
+    wrong = f"an object with {', '.join(_CONSTANTS)}: numbers of 0 or more, below {_MOST_US:g}"
+    if not isinstance(value, dict) or set(cast("dict[str, Any]", value)) != set(_CONSTANTS):
+        return wrong
+    each: Any
+    for each in cast("dict[str, Any]", value).values():
+        if isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 <= each < _MOST_US:
+            return wrong
+    return ""
+
+
 def _are_patterns(value: Any) -> str:
     wrong = "a list of fnmatch patterns"
-    if not isinstance(value, list) or any(map(_is_name, cast("list[Any]", value))):
+    if _are_names(value):
         return wrong
     try:
         for pattern in cast("list[str]", value):
@@ -204,13 +308,13 @@ _ORIGIN_CHECKS: Final[dict[str, Callable[[Any], str]]] = {
 }
 
 
-def _wrong(fields: Mapping[str, Any], checks: Mapping[str, Callable[[Any], str]]) -> list[str]:
-    found = {name: check(fields.get(name)) for name, check in checks.items()}
-    return [f"{name}: got {_short(fields.get(name))}, expected {wanted}" for name, wanted in found.items() if wanted]
+def _wrong(given: Mapping[str, Any], checks: Mapping[str, Callable[[Any], str]]) -> list[str]:
+    found = {name: check(given.get(name)) for name, check in checks.items()}
+    return [f"{name}: got {_short(given.get(name))}, expected {wanted}" for name, wanted in found.items() if wanted]
 
 
-def _unknown(fields: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
-    unknown = [repr(name) for name in fields if name not in known]
+def _unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
+    unknown = [repr(name) for name in given if name not in known]
     return [f"unknown field {', '.join(unknown)}; there are {', '.join(known)}"] if unknown else []
 
 

@@ -10,16 +10,20 @@ The two ways of a layer, projections included, for R prompts with T new tokens, 
     each head          128 for every pair and head; a bit mask of the selection, where a token does not select all it sees
 
 So either time is close to a sum of these counts, each times a constant of the device, the head count and the kernels. The
-constants are fits to times of whole layers (`mla-portable bench prompts --fit` makes them).
+constants are fits to times of whole layers (`mla-portable bench prompts --fit` makes them), kept in files like all times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from mla_portable.contracts import Request
+from mla_portable.times.records import Measurement
 
 Lengths = npt.NDArray[np.int32]
 
@@ -90,3 +94,55 @@ class PromptTimes:
     def saves(self, counts: Counts, *, masked: bool) -> float:
         """Microseconds that a layer takes less over keys of each head; negative where it takes more."""
         return self.latent_us(counts) - self.per_head_us(counts, masked=masked)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """The constants of a device, where an implementation of masked_prefill attends to keys of each head.
+
+    Attributes:
+        qk_head_dim, v_head_dim, heads: of the layer; heads of one rank. times: the constants.
+        stands_for: vendors whose devices without constants of their own are decided by these. What counts is the ratio of the
+            two ways, and that is mostly one of products; a plugin states it where a vendor's devices are alike in that.
+    """
+
+    implementation: str
+    qk_head_dim: int
+    v_head_dim: int
+    heads: int
+    times: PromptTimes
+    measurement: Measurement
+    stands_for: tuple[str, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """By which widths of heads are compared."""
+        return self.qk_head_dim + self.v_head_dim
+
+
+def recorded_prompts(records: Iterable[PromptRecord], implementation: str, request: Request) -> PromptTimes | None:
+    """The constants for a layer whose prompts an implementation attends to; None where none hold for its device.
+
+    Of the device itself before those that stand for its vendor. Of these the next width that was measured, then the next head
+    count, each the largest where all are smaller; of equal ones the last.
+
+    Args:
+        request: on masked_prefill, with head dims and heads.
+    """
+    if request.qk_head_dim is None or request.v_head_dim is None or request.num_heads is None:
+        return None
+    device, of_this = request.device, [each for each in records if each.implementation == implementation]
+    found = [each for each in of_this if each.measurement.matches(device.name)]
+    found = found or [each for each in of_this if device.vendor in each.stands_for]
+    if not found:
+        return None
+    width = _next(request.qk_head_dim + request.v_head_dim, (each.width for each in found))
+    found = [each for each in found if each.width == width]
+    heads = _next(request.num_heads, (each.heads for each in found))
+    return [each for each in found if each.heads == heads][-1].times
+
+
+def _next(wanted: int, sizes: Iterable[int]) -> int:
+    """The least of the sizes that is not below, else the largest."""
+    listed = list(sizes)
+    return min((size for size in listed if size >= wanted), default=max(listed))
