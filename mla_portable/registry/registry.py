@@ -120,6 +120,8 @@ class Registry:
         self.served: dict[tuple[Any, ...], Any] = {}
         """For the caller's own cache in front of `bind`: it goes where the registry goes."""
         self._logged: set[object] = set()
+        self._rejected: set[object] = set()
+        """Kinds of requests, with a tuned configuration, whose probe failed (`Machine.kind_of`)."""
         self._lock = threading.RLock()
         try:
             self.reload_policy()
@@ -256,7 +258,12 @@ class Registry:
 
         def try_out(implementation: Implementation) -> tuple[Reason, ...]:
             assert device is not None
-            return machine.try_request(implementation, device, request)
+            configured = self.configured(implementation, request)
+            reasons = machine.try_request(implementation, device, configured)
+            if reasons and configured.configuration is not None:
+                self._reject(implementation, configured, reasons)
+                reasons = machine.try_request(implementation, device, request)
+            return reasons
 
         return decide(
             request,
@@ -318,9 +325,28 @@ class Registry:
             return known.setdefault(key, value)
 
     def configured(self, implementation: Implementation, request: Request[F]) -> Request[F]:
-        """`request` with the configuration that the user's tuning table has for this implementation."""
+        """`request` with the configuration that the user's tuning table has for this implementation.
+
+        As shipped where the probe of that configuration failed for such a request: a table only makes kernels faster.
+        """
         _check_pair("configured", implementation, request)
-        return request.but(configuration=self._tuned.of(implementation.name, request))
+        configured = request.but(configuration=self._tuned.of(implementation.name, request))
+        if configured.configuration is None or self._machine.kind_of(implementation, configured) not in self._rejected:
+            return configured
+        return request.but(configuration=None)
+
+    def _reject(self, implementation: Implementation, configured: Request, reasons: tuple[Reason, ...]) -> None:
+        """Leave such requests as shipped from now on, and say so, once for each configuration."""
+        self._rejected.add(self._machine.kind_of(implementation, configured))
+        with self._lock:
+            key = (implementation.name, implementation.primitive, configured.configuration)
+            if key in self._logged:
+                return
+            self._logged.add(key)
+        words = " ".join(f"{name}={value}" for name, value in configured.configuration or ())
+        what = f"{implementation.name} / {implementation.primitive}: the tuned configuration {words} in {self._tuned.path}"
+        why = ", ".join(map(str, reasons))
+        logger.warning("%s is not used, but the shipped one: %s; run `mla-portable tune` again, or delete the entry", what, why)
 
     def bind_implementation(self, implementation: Implementation[F], request: Request[F]) -> F:
         """The callable of a given implementation for `request`, with the configuration that the user's tuning table has for it.
