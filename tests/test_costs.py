@@ -290,6 +290,21 @@ def test_the_file_says_the_same_whatever_the_order():
             times_text(several)
 
 
+def test_a_time_of_a_tuned_configuration_is_kept_with_it_and_ranks_nothing():
+    """It was taken beside other configurations of one kernel: others, which were not tuned, are not to lose by it."""
+    tuned = [
+        replace(each, configuration=(("block_n", 32),)) for each in times(("a.v1", FP8, 16, 1, 1.0), ("a.v1", FP8, 16, 8, 2.0))
+    ]
+    plain = times(("a.v1", FP8, 16, 1, 30.0), ("b.v1", FP8, 16, 1, 10.0))
+    text = times_text([*tuned, *plain])
+    read = parse_times(text)
+    assert read.problems == () and set(read.times) == {*tuned, *plain} and times_text(read.times) == text
+    assert text.count('"configuration": {"block_n": 32}, "us": {"1": 1.0, "8": 2.0}') == 1
+    costs = MeasuredCosts(read.times)
+    assert [found and found[0] for found in (costs(named(name), request(rows=1)) for name in ("a.v1", "b.v1"))] == [30, 10]
+    assert MeasuredCosts(tuned)(named("a.v1"), request()) is None
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
 def test_every_row_that_ships_counts(file: Path):
     plugin = file.parents[1].name.removeprefix("mla_portable_")
@@ -438,6 +453,18 @@ BAD_ROWS = {
     "half a surrogate": ({"implementation": "\ud800"}, "implementation: got '\\ud800'"),
     "another's": ({"implementation": "a.v1"}, "'a.v1' / 'sparse_decode' is not offered by this plugin"),
     "another primitive": ({"primitive": "sparse_prefill"}, "'b.v1' / 'sparse_prefill' is not offered by this plugin"),
+    "a configuration as a list": (
+        {"configuration": [32]},
+        "configuration: got a list, expected an object: name to whole number",
+    ),
+    "a configuration of texts": (
+        {"configuration": {"block": "32"}},
+        "configuration: got an object, expected an object: name to",
+    ),
+    "a configuration of flags": (
+        {"configuration": {"block": True}},
+        "configuration: got an object, expected an object: name to",
+    ),
     "an unknown field": ({"query_len": 2}, "unknown field 'query_len'; there are implementation, primitive"),
     "versions as a list": ({"versions": ["3.6"]}, "versions: got a list, expected an object: name to version"),
     "the day as a number": ({"recorded": 20261102}, "recorded: got 20261102"),

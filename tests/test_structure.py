@@ -212,8 +212,8 @@ def test_every_file_carries_its_licence_and_says_what_it_is(path: Path):
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 
-@pytest.mark.parametrize("package", ["engine", "sglang", "vllm"])
-def test_an_adapter_s_table_lists_its_modules(package: str):
+@pytest.mark.parametrize("package", ["engine", "sglang", "times", "vllm"])
+def test_a_package_s_table_lists_its_modules(package: str):
     folder = CORE / package
     table = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     listed = set(re.findall(r"(?:^|  )([a-z]\w*)  +\S", table, re.MULTILINE))

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.text import Text
@@ -17,7 +17,6 @@ from mla_portable.cli.output import EXIT_FAILED, columns, command, digits, hangi
 if TYPE_CHECKING:
     from mla_portable.bench.prompts import StepTimes
     from mla_portable.contracts import DeviceFacts
-    from mla_portable.times.files import TimesFile
     from mla_portable.times.prompts import PromptRecord, PromptTimes
     from mla_portable.times.records import Measurement
 
@@ -73,10 +72,9 @@ def prompts(
         from mla_portable.attention import HeadDims
         from mla_portable.bench.prompts import STEPS, make_layer, time_step
         from mla_portable.bench.prompts import fit as fitted
-        from mla_portable.contracts.whole_files import replace_file
         from mla_portable.dispatch import current_registry
         from mla_portable.layouts import LAYOUTS
-        from mla_portable.times.files import times_text
+        from mla_portable.times.adding import add_to_file, check_can_add
         from mla_portable.times.prompts import PromptRecord
 
         check_known(layout, LAYOUTS, param_hint="--layout")
@@ -89,7 +87,8 @@ def prompts(
         else:
             steps, size = STEPS, {}
         facts = current_registry().facts(where)
-        file = None if out is None else _file(out, facts)
+        if out is not None:
+            check_can_add("bench prompts", out, facts.name)
         found: dict[int, list[StepTimes]] = {}
         constants: dict[int, PromptTimes] = {}
         served: dict[str, list[int]] = {}
@@ -103,9 +102,8 @@ def prompts(
                 times, masked = layer.per_head.times, layer.per_head.decisions["masked"].chosen
                 unknown += [count] if times is None and not fit else []
                 constants[count] = fitted(found[count]) if fit or times is None else times
-                if file is not None and masked is not None:
-                    sizes = dims[0] + dims[1], dims[2], count
-                    records.append(PromptRecord(masked, *sizes, constants[count], file.measurement, file.stands_for))
+                if out is not None and masked is not None:
+                    records.append(PromptRecord(masked, dims[0] + dims[1], dims[2], count, constants[count], _origin(facts)))
                 per_head = ", ".join(f"{name} {each.chosen}" for name, each in layer.per_head.decisions.items())
                 route = layer.latent.route_decision.verdict
                 latent = ", ".join(f"{part.role} {part.decision.chosen}" for part in route.parts)
@@ -115,10 +113,10 @@ def prompts(
         if unknown:
             heads_without = ", ".join(map(str, unknown))
             output.note(f"no times on record here for {heads_without} heads: the choice is by constants that fit these times")
-        if out is not None and file is not None and ok:
-            replaced = {_key(each) for each in records}
-            kept = [each for each in file.read.prompts if _key(each) not in replaced]
-            replace_file(out, times_text(file.read.times, [*kept, *records]).encode())
+        if out is not None and records and ok:
+            damaged = add_to_file(out, prompts=records)
+            if damaged is not None:
+                output.note(f"{out} could not be used as a whole; what it held is in {damaged}")
             output.note(f"constants of {len(records)} head counts added to {out}")
         if as_json:
             lines = [_line(count, each, constants[count]) for count, times in found.items() for each in times]
@@ -138,37 +136,13 @@ def prompts(
             raise typer.Exit(EXIT_FAILED)
 
 
-class _File(NamedTuple):
-    """The file that constants are added to. read: what it has. measurement, stands_for: of a record that is added."""
-
-    read: TimesFile
-    measurement: Measurement
-    stands_for: tuple[str, ...]
-
-
-def _file(path: Path, facts: DeviceFacts) -> _File:
-    """Raises: typer.BadParameter where a file is there that cannot be added to."""
+def _origin(facts: DeviceFacts) -> Measurement:
+    """Where times come from that are taken here and now."""
     from mla_portable import __version__
-    from mla_portable.times.files import TimesFile, parse_times
     from mla_portable.times.records import Measurement
 
     today = datetime.now(timezone.utc).date().isoformat()
-    origin = Measurement(facts.name, (facts.name,), today, __version__, tuple(sorted(dict(facts.libraries).items())))
-    if not path.exists():
-        return _File(TimesFile(path.name), origin, ())
-    read = parse_times(path.read_text(encoding="utf-8"), name=path.name)
-    if read.problems:
-        raise typer.BadParameter(f"{path} is no file of times: {read.problems[0]}", param_hint="--out")
-    there = {each.measurement for each in (*read.times, *read.prompts)}
-    if others := sorted(each.device for each in there if not each.matches(facts.name)):
-        raise typer.BadParameter(f"{path} has times of {others[0]}, not of {facts.name}", param_hint="--out")
-    known = next(iter(there), origin)
-    vendors = read.prompts[0].stands_for if read.prompts else ()
-    return _File(read, replace(origin, device=known.device, names=known.names), vendors)
-
-
-def _key(record: PromptRecord) -> tuple[str, int, int, int]:
-    return record.implementation, record.qk_head_dim, record.v_head_dim, record.heads
+    return Measurement(facts.name, (facts.name,), today, __version__, tuple(sorted(dict(facts.libraries).items())))
 
 
 def _words(times: PromptTimes) -> str:

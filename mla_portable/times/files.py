@@ -11,6 +11,7 @@
                   "us": {"latent_fixed": 21.81, ...}}],                constants: the fields of PromptTimes
      "stands_for": ["nvidia"]}                                         vendors: see PromptRecord
 
+A time may have a `configuration`, {"block_n": 32, ...}: `mla-portable tune` found it fastest, and the kernel is bound with it.
 `layout`, `heads` and `topk` of a time are null where the primitive has none; what the example leaves in may be left out, but
 `device`, one of `times` and `prompts`, and of a row `implementation`, `us`, `primitive` or the widths and heads. A row may have
 `recorded`, `release` and `versions` of its own. A file of times is a hint: what cannot be used of it is left out and described,
@@ -39,9 +40,12 @@ _LONGEST: Final = 200
 """Characters of a text."""
 _ORIGIN: Final = ("recorded", "release", "versions")
 _SHARED: Final = ("device", "names", *_ORIGIN, "times", "prompts", "stands_for")
-_ROW: Final = ("implementation", "primitive", "layout", "heads", "topk", "form", "us", *_ORIGIN)
+_ROW: Final = ("implementation", "primitive", "layout", "heads", "topk", "form", "configuration", "us", *_ORIGIN)
 _PROMPTS: Final = ("implementation", "qk_head_dim", "v_head_dim", "heads", "us", *_ORIGIN)
 _CONSTANTS: Final = tuple(field.name for field in fields(PromptTimes))
+OLD_TABLE: Final = (
+    "a tuning table of release 0.2 or older, which is no longer read: run `mla-portable tune` again, and delete it"
+)
 _ATTENDS: Final = "masked_prefill"
 """The primitive whose implementations `prompts` are of."""
 
@@ -99,6 +103,8 @@ def parse_times(
     if not isinstance(document, dict):
         return replace(empty, problems=(f"got {_short(document)}, expected an object with {', '.join(_SHARED)}",))
     given = _given(cast("dict[str, Any]", document))
+    if "schema" in given and "entries" in given:
+        return replace(empty, problems=(OLD_TABLE,))
     problems = _unknown(given, _SHARED)
     problems += _wrong(given, {"device": _is_name, "names": _optional(_are_patterns), **_ORIGIN_CHECKS})
     problems += _wrong(given, {"stands_for": _optional(_are_names)})
@@ -128,7 +134,12 @@ def _row(row: Any, shared: Measurement, offered: Collection[tuple[str, str]] | N
         return [], [f"got {_short(row)}, expected an object with {', '.join(_ROW)}"]
     given = _given(cast("dict[str, Any]", row))
     checks = {"implementation": _is_name, "primitive": _is_name, "layout": _optional(_is_name)}
-    checks |= {"heads": _optional(_is_count), "topk": _optional(_is_count), "form": _optional(_is_name)}
+    checks |= {
+        "heads": _optional(_is_count),
+        "topk": _optional(_is_count),
+        "form": _optional(_is_name),
+        "configuration": _optional(_is_configuration),
+    }
     problems = _unknown(given, _ROW) + _wrong(given, checks | _ORIGIN_CHECKS)
     if not isinstance(given.get("us"), dict):
         problems.append(f"us: got {_short(given.get('us'))}, expected an object: rows to microseconds")
@@ -138,6 +149,7 @@ def _row(row: Any, shared: Measurement, offered: Collection[tuple[str, str]] | N
     if (wrong := _not_offered(name, primitive, offered)) is not None:
         return [], [wrong]
     measurement, times = _measurement(shared, given), list[MeasuredTime]()
+    configuration = tuple(given["configuration"].items()) if "configuration" in given else None
     for rows, us in cast("dict[str, Any]", given["us"]).items():
         count = int(rows) if rows.isascii() and rows.isdecimal() and len(rows) < 12 else 0
         if count < 1:
@@ -146,9 +158,9 @@ def _row(row: Any, shared: Measurement, offered: Collection[tuple[str, str]] | N
             problems.append(f"us of {rows} rows: got {_short(us)}, expected a number above 0 and below {_MOST_US:g}")
         else:
             layout, heads, topk = given.get("layout"), given.get("heads"), given.get("topk")
-            times.append(
-                MeasuredTime(name, primitive, layout, heads, topk, count, float(us), measurement, given.get("form", ""))
-            )
+            form = given.get("form", "")
+            sizes = layout, heads, topk, count
+            times.append(MeasuredTime(name, primitive, *sizes, float(us), measurement, form, configuration))
     return times, problems
 
 
@@ -205,12 +217,15 @@ def _time_lines(times: Iterable[MeasuredTime], newest: Measurement) -> str:
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def order(each: MeasuredTime) -> tuple[Any, ...]:
-        return each.primitive, each.layout or "", each.form, each.heads or 0, each.topk or 0, each.implementation, each.rows
+        call = each.primitive, each.layout or "", each.form, each.heads or 0, each.topk or 0, each.implementation
+        return *call, each.configuration or (), each.rows
 
     for each in sorted(times, key=order):
         named = {name: getattr(each, name) for name in ("implementation", "primitive", "layout", "heads", "topk")}
         if each.form:
             named["form"] = each.form
+        if each.configuration is not None:
+            named["configuration"] = dict(each.configuration)
         named |= _own_origin(each.measurement, newest)
         group = groups.setdefault((*map(str, named.values()), each.measurement), {**named, "us": {}})
         group["us"][str(each.rows)] = each.us
@@ -266,6 +281,12 @@ def _is_count(value: Any) -> str:
 def _are_names(value: Any) -> str:
     good = isinstance(value, list) and not any(map(_is_name, cast("list[Any]", value)))
     return "" if good else "a list of names"
+
+
+def _is_configuration(value: Any) -> str:
+    items = cast("dict[str, Any]", value).items() if isinstance(value, dict) else [(None, None)]
+    good = not any(_is_name(name) or type(number) is not int for name, number in items)
+    return "" if good else "an object: name to whole number"
 
 
 def _are_constants(value: Any) -> str:

@@ -58,7 +58,8 @@ class MeasuredCosts:
     """
 
     def __init__(self, times: Iterable[MeasuredTime]) -> None:
-        self._times = sorted(times, key=lambda each: each.measurement.recorded)
+        ranking = (each for each in times if each.configuration is None)
+        self._times = sorted(ranking, key=lambda each: each.measurement.recorded)
         self._of_device: dict[str, dict[tuple[str, int | None, str], _Place]] = {}
 
     @property

@@ -41,9 +41,17 @@ class Measurement:
         return "; ".join((where + (f" with {self.release}" if self.release else ""), *differing))
 
 
+Configuration = tuple[tuple[str, int], ...]
+"""As in Request: names and values as the plugin defined them."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredTime:
-    """One median. `us`: microseconds. The rest as in Request; topk is None where it chooses nothing but what `form` says."""
+    """One median. `us`: microseconds. The rest as in Request; topk is None where it chooses nothing but what `form` says.
+
+    configuration: that the kernel was bound with and is to be bound with, None for the shipped one. Such a time ranks nothing:
+    it was taken beside other configurations of the same kernel.
+    """
 
     implementation: str
     primitive: str
@@ -54,6 +62,7 @@ class MeasuredTime:
     us: float
     measurement: Measurement
     form: str = ""
+    configuration: Configuration | None = None
 
 
 def _public(version: str) -> str:
