@@ -12,20 +12,19 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from mla_portable.attention import AttentionSpec, HeadDims
 from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.attention.prompt_times import Counts, prompt_times
 from mla_portable.attention.prompts import prompt_requests
 from mla_portable.attention.route_decision import RouteDecision
 from mla_portable.attention.routes import choose_route
 from mla_portable.capability.profiles import all_profiles
 from mla_portable.layouts import layout_names
 from mla_portable.registry import Registry
+from mla_portable.times.prompts import Counts
 
 RECORD = Path(__file__).with_suffix(".txt")
 HEADS = (8, 16, 64, 128)
@@ -72,8 +71,8 @@ def prompts(device: str, registry: Registry) -> Iterator[str]:
             decisions = {name: layers.decide(requests[name]) for name in ("masked", "dense")}
             found = f"  prompts {dims.query} x {dims.value}, {heads} heads:"
             found += "".join(f" {name}={each.chosen}" for name, each in decisions.items())
-            if facts.vendor == "nvidia" and all(each.chosen for each in decisions.values()):
-                times = prompt_times(SimpleNamespace(spec=spec, head_dims=dims, decisions=decisions))  # type: ignore[arg-type]
+            times = layers.prompt_times(decisions["masked"])
+            if times is not None:
                 saved = [times.saves(counts, masked=masked) for counts in batches() for masked in (False, True)]
                 found += f" saves {' '.join(f'{us:.1f}' for us in saved)}"
             yield found

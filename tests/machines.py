@@ -10,7 +10,8 @@ from typing import Final
 
 from mla_portable.capability.profiles import load_profiles
 from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
+from mla_portable.times.measured import MeasuredCosts
+from mla_portable.times.records import MeasuredTime, Measurement
 
 PROFILES: Final = load_profiles(Path(__file__).parents[1] / "capability" / "profiles")
 H200, B200, RTX_4090, RTX_5090, MI300X = (

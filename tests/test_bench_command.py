@@ -29,8 +29,8 @@ from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
 from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
-from mla_portable.registry.cost_files import costs_text, parse_costs
 from mla_portable.registry.plugins import Brought
+from mla_portable.times.files import parse_times, times_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -152,10 +152,11 @@ def test_costs_are_the_times_of_one_run():
     asked = CliRunner().invoke(app, words)
     assert asked.exit_code == 2 and "nvidia, triton; name one" in " ".join(asked.output.replace("│", " ").split())
     text = CliRunner().invoke(app, [*words, "--backend", "triton"]).stdout
-    found, problems = parse_costs(text)
+    read = parse_times(text)
+    found = read.times
     run = read_run(H200)
     mine = [each for each in run.times if each.implementation == "triton.portable"]
-    assert problems == [] and {each.implementation for each in found} == {"triton.portable"}
+    assert read.problems == () and {each.implementation for each in found} == {"triton.portable"}
     sizes = {(each.primitive, each.layout, each.heads, each.topk, each.rows): each.us for each in found}
     assert sizes == {
         (each.primitive, each.layout, each.heads, each.topk, each.rows): round(each.us, 2)
@@ -164,7 +165,7 @@ def test_costs_are_the_times_of_one_run():
     (measurement,) = {each.measurement for each in found}
     assert (measurement.device, measurement.names, measurement.recorded) == ("NVIDIA H200", ("NVIDIA H200",), run.date)
     assert (measurement.release, dict(measurement.versions)["triton"]) == ("0.1.0", "3.6.0")
-    assert costs_text(found) == text
+    assert times_text(found) == text
 
 
 def test_costs_say_why_there_are_none_and_leave_the_file(tmp_path):

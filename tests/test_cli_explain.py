@@ -13,7 +13,8 @@ from machines import H200
 from mla_portable.contracts import Primitive
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
+from mla_portable.times.measured import MeasuredCosts
+from mla_portable.times.records import MeasuredTime, Measurement
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 

@@ -19,12 +19,13 @@ from mla_portable.contracts import Implementation, Primitive, Registrar, Request
 from mla_portable.primitives import CONVERT_INDICES, MASKED_PREFILL, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import kernel_cases
 from mla_portable.registry import Registry, get_registry, reset_registry
-from mla_portable.registry.cost_files import costs_text, parse_costs
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
 from mla_portable.registry.plugin_sources import installed_plugins
 from mla_portable.registry.plugins import load_plugins
 from mla_portable.registry.policy import Policy
 from mla_portable.registry.select import decide
+from mla_portable.times.files import parse_times, times_text
+from mla_portable.times.measured import MeasuredCosts
+from mla_portable.times.records import MeasuredTime, Measurement
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(ROOT.glob("backends/*/src/*/costs/*.json"))
@@ -215,9 +216,9 @@ def test_prompts_are_ranked_by_what_a_run_recorded_for_their_dims_with_a_selecti
     assert {time.form for time in found} == {"192/128", "192/128 selection", "256/256", "256/256 selection"}
     fields = {"release": "0.1.0", "commit": None, "dirty": None, "who": "a_test", "date": "2026-11-26"}
     run = Run(schema=1, device={"name": "NVIDIA H200"}, versions={"torch": "2.11.0"}, times=found, **fields)
-    times, problems = parse_costs(costs_text(measured_times(run, PROFILES)))
-    assert problems == [] and len(times) == 8
-    costs = MeasuredCosts(times)
+    read = parse_times(times_text(measured_times(run, PROFILES)))
+    assert read.problems == () and len(read.times) == 8
+    costs = MeasuredCosts(read.times)
     offered = [named(name, primitive=MASKED_PREFILL) for name in us]
     call = Request(MASKED_PREFILL, H200, num_heads=16, qk_head_dim=192, v_head_dim=128, lse=True, rows=8192)
     for selection, best in ((False, "fast.dense"), (True, "fast.masked")):
@@ -279,14 +280,29 @@ def test_the_file_says_the_same_whatever_the_order():
     older = replace(origin, recorded="2026-10-01", release="", versions=())
     some = times(("b.v1", FP8, 128, 1, 2.0), ("b.v1", FP8, 128, 64, 9.0), ("a.v1", None, None, 4, 1.0), measurement=origin)
     some += times(("a.v1", "bf16", 16, 1, 1.0), measurement=older)
-    text = costs_text(some)
-    assert text == costs_text(some[::-1])
+    text = times_text(some)
+    assert text == times_text(some[::-1])
     assert text.count("\n") == 2 + 3 + 1, "a line for each implementation and head count"
-    found, problems = parse_costs(text)
-    assert problems == [] and set(found) == set(some) and len(found) == len(some)
+    read = parse_times(text)
+    assert read.problems == () and set(read.times) == set(some) and len(read.times) == len(some)
     for several in ([], [*some, *times(("a.v1", None, None, 4, 1.0), measurement=Measurement("another"))]):
         with pytest.raises(ValueError, match="a file of times is of one device"):
-            costs_text(several)
+            times_text(several)
+
+
+def test_a_time_of_a_tuned_configuration_is_kept_with_it_and_ranks_nothing():
+    """It was taken beside other configurations of one kernel: others, which were not tuned, are not to lose by it."""
+    tuned = [
+        replace(each, configuration=(("block_n", 32),)) for each in times(("a.v1", FP8, 16, 1, 1.0), ("a.v1", FP8, 16, 8, 2.0))
+    ]
+    plain = times(("a.v1", FP8, 16, 1, 30.0), ("b.v1", FP8, 16, 1, 10.0))
+    text = times_text([*tuned, *plain])
+    read = parse_times(text)
+    assert read.problems == () and set(read.times) == {*tuned, *plain} and times_text(read.times) == text
+    assert text.count('"configuration": {"block_n": 32}, "us": {"1": 1.0, "8": 2.0}') == 1
+    costs = MeasuredCosts(read.times)
+    assert [found and found[0] for found in (costs(named(name), request(rows=1)) for name in ("a.v1", "b.v1"))] == [30, 10]
+    assert MeasuredCosts(tuned)(named("a.v1"), request()) is None
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
@@ -296,8 +312,9 @@ def test_every_row_that_ships_counts(file: Path):
     (report,) = [each for each in registry.plugin_reports if each.name == plugin]
     assert report.ok and report.notes == ()
     text = file.read_text(encoding="utf-8")
-    found, problems = parse_costs(text)
-    assert found and problems == [] and costs_text(found) == text, "as `costs_text` writes it"
+    read = parse_times(text)
+    found = (*read.times, *read.prompts)
+    assert found and read.problems == () and times_text(read.times, read.prompts) == text, "as `times_text` writes it"
     (profile,) = [each for each in PROFILES.values() if each.name == found[0].measurement.device]
     assert {each.measurement.matches(profile.device_facts().name) for each in found} == {True}
     assert all(profile.matches(name) for name in found[0].measurement.names)
@@ -308,7 +325,7 @@ def test_times_between_sizes_lose_less_than_those_of_the_nearest_size(device: st
     """Every size but the first and the last is left out once: what is chosen then, by the time that was left out."""
     groups: dict[tuple[Any, ...], list[MeasuredTime]] = {}
     for file in (path for path in FILES if path.stem == device):
-        for each in parse_costs(file.read_text(encoding="utf-8"))[0]:
+        for each in parse_times(file.read_text(encoding="utf-8")).times:
             groups.setdefault((each.primitive, each.layout, each.heads, each.topk), []).append(each)
     registry = Registry(environ={}, probe=False)
     offered = {(str(each.primitive), each.name): each for each in registry.implementations()}
@@ -359,7 +376,7 @@ class Timed:
 
     def __init__(self, name: str, us: float = 9.0, *, costs: Any = None, preference: float = 50.0) -> None:
         self.name, self.preference = name, preference
-        self.costs = costs_text(times((name, FP8, 16, 1, us))) if costs is None else costs
+        self.costs = times_text(times((name, FP8, 16, 1, us))) if costs is None else costs
 
     @hookimpl
     def mla_portable_register(self, registrar: Registrar) -> None:
@@ -380,7 +397,7 @@ def test_the_times_of_all_plugins_are_ranked_together():
 
 
 def test_a_plugin_reads_a_folder_of_files(tmp_path: Path):
-    (tmp_path / "h200.json").write_text(costs_text(times(("a.v1", FP8, 16, 1, 10.0))), encoding="utf-8")
+    (tmp_path / "h200.json").write_text(times_text(times(("a.v1", FP8, 16, 1, 10.0))), encoding="utf-8")
     (tmp_path / "broken.json").write_bytes(b"\xff\xfe")
     (tmp_path / "README.md").write_text("no times", encoding="utf-8")
     registry = measured(Timed("a.v1", costs=tmp_path))
@@ -394,7 +411,7 @@ def test_a_plugin_reads_a_folder_of_files(tmp_path: Path):
 def test_the_registry_of_the_process_has_the_costs_that_ship():
     reset_registry()
     try:
-        shipped = load_plugins(installed_plugins()).costs
+        shipped = MeasuredCosts(each for file in load_plugins(installed_plugins()).times for each in file.times)
         asked = Request(MERGE_STATES, PROFILES["h200"].device_facts())
         registry = get_registry()
         for each in registry.implementations(MERGE_STATES):
@@ -436,6 +453,18 @@ BAD_ROWS = {
     "half a surrogate": ({"implementation": "\ud800"}, "implementation: got '\\ud800'"),
     "another's": ({"implementation": "a.v1"}, "'a.v1' / 'sparse_decode' is not offered by this plugin"),
     "another primitive": ({"primitive": "sparse_prefill"}, "'b.v1' / 'sparse_prefill' is not offered by this plugin"),
+    "a configuration as a list": (
+        {"configuration": [32]},
+        "configuration: got a list, expected an object: name to whole number",
+    ),
+    "a configuration of texts": (
+        {"configuration": {"block": "32"}},
+        "configuration: got an object, expected an object: name to",
+    ),
+    "a configuration of flags": (
+        {"configuration": {"block": True}},
+        "configuration: got an object, expected an object: name to",
+    ),
     "an unknown field": ({"query_len": 2}, "unknown field 'query_len'; there are implementation, primitive"),
     "versions as a list": ({"versions": ["3.6"]}, "versions: got a list, expected an object: name to version"),
     "the day as a number": ({"recorded": 20261102}, "recorded: got 20261102"),
@@ -452,6 +481,41 @@ BAD_DOCUMENTS = {
     "no text": (5, "5: expected a text, a file or a folder"),
     "bytes": (b"{}", "b'{}': expected a text"),
 }
+
+
+CONSTANTS = dict.fromkeys(("latent_fixed", "latent_token", "latent_pair", "dense_fixed", "dense_key", "dense_pair"), 1.0)
+CONSTANTS |= dict.fromkeys(("masked_fixed", "masked_key", "masked_pair", "part", "merged"), 0)
+PROMPTS_ROW = {"implementation": "b.v1", "qk_head_dim": 192, "v_head_dim": 128, "heads": 16, "us": CONSTANTS}
+BAD_PROMPTS = {
+    "a constant too few": (
+        {"us": {"latent_fixed": 1.0}},
+        "us: got an object, expected an object with latent_fixed, latent_token",
+    ),
+    "a constant too many": ({"us": CONSTANTS | {"more": 1.0}}, "us: got an object, expected an object with"),
+    "a negative constant": ({"us": CONSTANTS | {"part": -1.0}}, "numbers of 0 or more"),
+    "an infinite constant": ({"us": CONSTANTS | {"part": float("inf")}}, "numbers of 0 or more"),
+    "a constant is true": ({"us": CONSTANTS | {"part": True}}, "numbers of 0 or more"),
+    "constants as a list": ({"us": [1.0]}, "us: got a list"),
+    "no heads": ({"heads": None}, "heads: got nothing, expected a whole number of 1 or more"),
+    "a width of 0": ({"v_head_dim": 0}, "v_head_dim: got 0"),
+    "rows": ({"rows": 4}, "unknown field 'rows'; there are implementation, qk_head_dim"),
+    "another's": ({"implementation": "a.v1"}, "'a.v1' / 'masked_prefill' is not offered by this plugin"),
+}
+
+
+@pytest.mark.parametrize(("row", "words"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_bad_row_of_prompts_is_ignored_and_described(row: Any, words: str):
+    document = {"device": "NVIDIA H200", "stands_for": ["acme"], "prompts": [PROMPTS_ROW | row, PROMPTS_ROW]}
+    read = parse_times(json.dumps(document), {("b.v1", "masked_prefill")})
+    assert len(read.problems) == 1 and read.problems[0].startswith("row 1 of prompts: ") and words in read.problems[0]
+    (record,) = read.prompts
+    assert record.stands_for == ("acme",) and record.times.latent_pair == 1.0 and record.times.part == 0.0
+
+
+@pytest.mark.parametrize("vendors", ["nvidia", [""], [5], {"nvidia": 1}])
+def test_vendors_that_are_no_names_leave_the_document_out(vendors: Any):
+    read = parse_times(json.dumps({"device": "NVIDIA H200", "stands_for": vendors, "prompts": [PROMPTS_ROW]}))
+    assert read.prompts == () and "stands_for: got" in read.problems[0] and "expected a list of names" in read.problems[0]
 
 
 def with_row(row: Any) -> str:
@@ -483,8 +547,9 @@ def test_a_bad_document_is_ignored_and_described(text: Any, words: str):
 def test_null_is_as_good_as_absent():
     row = {"implementation": "b.v1", "primitive": "sparse_decode", "recorded": None, "us": {"1": 2.0}}
     text = {"device": "NVIDIA H200", "names": None, "recorded": None, "release": None, "versions": None, "times": [row]}
-    found, problems = parse_costs(json.dumps(text))
-    assert problems == [] and found[0].measurement == Measurement("NVIDIA H200") and found[0].layout is None
+    read = parse_times(json.dumps(text))
+    found = read.times
+    assert read.problems == () and found[0].measurement == Measurement("NVIDIA H200") and found[0].layout is None
 
 
 def test_a_pattern_of_names_cannot_hang_or_take_another_plugins_times():

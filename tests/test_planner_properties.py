@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from mla_portable.contracts import SPLIT_KV, Batch, StepPlan
 from mla_portable.planner import Planner, PlannerConfig
-from mla_portable.planner.prefill_times import PrefillTimes, Times
+from mla_portable.times.prefill import PrefillTimes
+from mla_portable.times.rows import Times
 
 MAX_MODEL_LEN = 32
 MAX_REQS = 12

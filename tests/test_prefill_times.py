@@ -17,8 +17,9 @@ import mla_portable
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import SPLIT_KV, ContextShare, PlanMismatch
 from mla_portable.planner import Planner
-from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.registry import Registry
+from mla_portable.times.prefill import PrefillTimes
+from mla_portable.times.rows import Times
 
 FP8 = "fp8_ds_mla"
 DECODE, IN_PLACE, ROWS = ("sparse_decode", FP8), ("sparse_prefill", FP8), ("sparse_prefill", "bf16")

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import astuple, dataclass, replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,35 @@ import pytest
 import torch
 from attention_steps import BLOCK, BLOCKS, HEADS, REFERENCE, SPEC, TOPK, written_cache
 from commands import document, invoke
+from machines import A100, H200, MI300X, RTX_4090
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention, SparseMLAAttention
-from mla_portable.attention.prompt_times import TIMES, Counts, PromptTimes, prompt_times
 from mla_portable.bench.prompts import STEPS, StepTimes, fit
-from mla_portable.contracts import Batch, ContextShare, InvalidArgument, PlanMismatch, UnsupportedRequest
+from mla_portable.contracts import (
+    Batch,
+    ContextShare,
+    DeviceFacts,
+    Implementation,
+    InvalidArgument,
+    PlanMismatch,
+    Registrar,
+    Request,
+    Support,
+    UnsupportedRequest,
+    hookimpl,
+)
+from mla_portable.engine.prompts import missing_times, prompt_attention
 from mla_portable.layouts import LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.planner.prompts import PromptPlan, plan_prompts
 from mla_portable.primitives import CONCAT_MLA_K, MASKED_PREFILL
-from mla_portable.registry import Registry
+from mla_portable.registry import Registry, get_registry
+from mla_portable.registry.plugin_sources import installed_plugins
+from mla_portable.registry.plugins import load_plugins
+from mla_portable.times.files import parse_times, times_text
+from mla_portable.times.prompts import Counts, PromptRecord, PromptTimes, recorded_prompts
+from mla_portable.times.records import Measurement
 
 DIMS = HeadDims(nope=16, rope=64, value=24)
 NOPE = HeadDims(nope=32, rope=0, value=24)
@@ -389,10 +408,12 @@ def test_counts_are_those_of_a_count_one_by_one():
     assert len(plan_prompts(*lengths(*requests), table, topk=12, key_rows=40).parts) == 1 + found.parts
 
 
-@pytest.mark.parametrize("times", TIMES, ids=str)
-@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-def test_long_contexts_take_the_sparse_route_and_short_prompts_do_not(times: tuple[bool, bool], heads: int):
-    constants = TIMES[times][heads]
+SHIPPED = [each for file in load_plugins(installed_plugins()).times for each in file.prompts]
+
+
+@pytest.mark.parametrize("record", SHIPPED, ids=lambda each: f"{each.implementation} {each.width} {each.heads} heads")
+def test_long_contexts_take_the_sparse_route_and_short_prompts_do_not(record: PromptRecord):
+    constants = record.times
     for prompts in ([(1000, 1000)] * 8, [(2000, 2000)] * 4, [(512, 512)], [(128, 128)] * 16):
         assert constants.saves(counts(*prompts), masked=False) > 0
     for prompts in ([(16, 2048)] * 8, [(32, 8192)] * 4, [(8192, 131_072)]):
@@ -401,16 +422,87 @@ def test_long_contexts_take_the_sparse_route_and_short_prompts_do_not(times: tup
     assert gains == sorted(gains, reverse=True)
 
 
-@pytest.mark.parametrize("heads, row", [(1, 8), (8, 8), (12, 16), (16, 16), (24, 32), (64, 64), (96, 128), (256, 128)])
-def test_times_are_those_of_the_next_head_count_and_of_the_kernels(heads: int, row: int):
-    def layer(masked: str, dims: HeadDims) -> Any:
-        decisions = {"masked": SimpleNamespace(chosen=masked)}
-        return SimpleNamespace(spec=SimpleNamespace(num_heads=heads), head_dims=dims, decisions=decisions)
+def test_what_ships_are_two_kernels_widths_and_five_head_counts():
+    found = {(each.implementation, each.qk_head_dim, each.v_head_dim, each.heads) for each in SHIPPED}
+    names, widths, heads = ("nvidia.native", "triton.portable"), ((192, 128), (256, 256)), (8, 16, 32, 64, 128)
+    assert found == {(name, *dims, count) for name in names for dims in widths for count in heads}
 
-    for native, wide in TIMES:
-        dims = HeadDims(192, 64, 256) if wide else HeadDims()
-        served = "nvidia.native" if native else "triton.portable"
-        assert prompt_times(layer(served, dims)) is TIMES[native, wide][row]
+
+def asked(facts: DeviceFacts, heads: int, qk_head_dim: int = 192, v_head_dim: int = 128) -> Request[Any]:
+    return Request(MASKED_PREFILL, facts, num_heads=heads, qk_head_dim=qk_head_dim, v_head_dim=v_head_dim, selection=True)
+
+
+@pytest.mark.parametrize("heads, row", [(1, 8), (8, 8), (12, 16), (16, 16), (24, 32), (64, 64), (96, 128), (256, 128)])
+def test_times_are_those_of_the_next_head_count_and_width_of_the_implementation(heads: int, row: int):
+    for record in (each for each in SHIPPED if each.heads == row):
+        widths = (record.qk_head_dim, record.v_head_dim)
+        assert recorded_prompts(SHIPPED, record.implementation, asked(H200, heads, *widths)) is record.times
+        near = {(192, 128): (128, 128), (256, 256): (256, 192)}[widths]
+        assert recorded_prompts(SHIPPED, record.implementation, asked(H200, heads, *near)) is record.times
+
+
+def constants(first: float) -> PromptTimes:
+    return PromptTimes(first, *[1.0] * 10)
+
+
+def test_a_device_is_decided_by_its_own_constants_else_by_what_stands_for_its_vendor():
+    on_h200, on_a100 = (Measurement(each.name, recorded=day) for each, day in ((H200, "2026-11-26"), (A100, "2026-11-20")))
+    records = [
+        PromptRecord("acme.v1", 192, 128, 16, constants(1.0), on_h200, ("nvidia",)),
+        PromptRecord("acme.v2", 192, 128, 16, constants(2.0), on_h200),
+        PromptRecord("acme.v1", 192, 128, 64, constants(3.0), on_a100),
+    ]
+
+    def found(name: str, facts: DeviceFacts) -> float | None:
+        times = recorded_prompts(records, name, asked(facts, 16))
+        return times and times.latent_fixed
+
+    assert [found("acme.v1", each) for each in (H200, A100, RTX_4090, MI300X)] == [1.0, 3.0, 1.0, None]
+    assert [found("acme.v2", each) for each in (H200, A100, MI300X)] == [2.0, None, None]
+    assert recorded_prompts(records, "acme.v1", asked(H200, 16).but(num_heads=None)) is None
+
+
+class Attending:
+    """A vendor's plugin with a masked_prefill, and constants of it."""
+
+    def __init__(self, *records: PromptRecord) -> None:
+        self.records = records
+
+    @hookimpl
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        support = Support(source="this test", lse=True, selection=True)
+        registrar.add(Implementation("acme.v1", MASKED_PREFILL, support, lambda request: lambda: None, preference=1.0))
+        if self.records:
+            registrar.add_costs(times_text(prompts=self.records))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_any_vendors_kernel_serves_prompts_where_times_for_it_are_on_record(known: bool):
+    """No vendor is named anywhere: what decides is that there are times."""
+    on_mi300x = PromptRecord("acme.v1", 192, 128, 16, constants(7.0), Measurement(MI300X.name, recorded="2026-11-29"))
+    plugin = Attending(*[on_mi300x] if known else [])
+    registry = Registry(plugins=[("acme", plugin)], facts={"cuda": MI300X}, environ={}, probe=False, costs="measured")
+    decision = registry.decide(asked(MI300X, 16))
+    assert decision.chosen == "acme.v1"
+    assert registry.prompt_times(decision) == (constants(7.0) if known else None)
+    said = missing_times(decision)
+    assert f"acme.v1 on {MI300X.name}" in said and "bench prompts --fit" in said and "amd" in said
+    declared = Registry(plugins=[("acme", plugin)], facts={"cuda": MI300X}, environ={}, probe=False)
+    assert declared.prompt_times(declared.decide(asked(MI300X, 16))) is None
+
+
+def test_an_engine_leaves_prompts_without_times_to_the_sparse_route_before_it_binds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    spec, facts = replace(SPEC, kv_layout="bf16", scale_format=None), get_registry().facts(CPU)
+    logger, built = logging.getLogger("mla_portable.test"), list[object]()
+    monkeypatch.setattr("mla_portable.engine.prompts.PromptAttention", lambda *given, **named: built.append(given))
+    with caplog.at_level(logging.INFO, logger="mla_portable.test"):
+        assert prompt_attention(spec, DIMS, facts, CPU, logger) is None
+    assert not built and "prompts take the sparse route: no times of the two ways are on record for" in caplog.text
+    monkeypatch.setattr(Registry, "prompt_times", lambda self, decision: constants(1.0))
+    prompt_attention(spec, DIMS, facts, CPU, logger)
+    assert len(built) == 1
 
 
 def test_primitives_are_chosen_like_all_others():
@@ -432,6 +524,24 @@ def test_bench_prompts_compares_both_ways_and_fits_their_times():
     assert min(astuple(fitted)) >= 0 and fitted.masked_pair + fitted.masked_key + fitted.masked_fixed > 0
     shown = invoke(*words).stdout
     assert "2 heads: latent rows by" in shown and "masked reference.torch" in shown
+
+
+def test_fitted_constants_become_a_file_of_times_that_an_engine_decides_by(tmp_path: Path):
+    file, name = tmp_path / "cpu.json", "reference.torch"
+    words = ["bench", "prompts", "--device", "cpu", "--layout", "bf16", "--backend", BACKEND, "--repeat", "1"]
+    words += ["--out", str(file)]
+    assert "needs --fit" in " ".join(invoke(*words, "--heads", "2", code=2).stderr.split())
+    invoke(*words, "--heads", "2", "--fit")
+    (first,) = parse_times(file.read_text()).prompts
+    assert (first.implementation, first.qk_head_dim, first.v_head_dim, first.heads) == (name, 192, 128, 2)
+    invoke(*words, "--heads", "1,2", "--fit")
+    read = parse_times(file.read_text())
+    assert read.problems == () and [each.heads for each in read.prompts] == [1, 2], "those of 2 heads were replaced"
+    assert recorded_prompts(read.prompts, name, asked(get_registry().facts(CPU), 2)) == read.prompts[1].times
+    other = replace(first, measurement=replace(first.measurement, device="another", names=()))
+    file.write_text(text := times_text(prompts=[other]))
+    assert "got times of another" in " ".join(invoke(*words, "--heads", "2", "--fit", code=2).stderr.split())
+    assert file.read_text() == text
 
 
 def test_a_fit_finds_the_constants_of_times_that_follow_them():

@@ -35,8 +35,9 @@ from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
+from mla_portable.times.measured import MeasuredCosts
+from mla_portable.times.records import MeasuredTime, Measurement
 
 NAME = "acme.v1"
 DECODE = SPARSE_DECODE
@@ -322,10 +323,51 @@ def test_what_a_link_leads_to_is_written(tmp_path):
     assert path.is_symlink() and read_table(target) == (entry(),)
 
 
+@pytest.mark.parametrize(
+    ("configuration", "why"),
+    [(CONFIGURATIONS[2], "wrong values"), (CONFIGURATIONS[3], "out of resources"), ({"delya": 0}, "expected delay and wrong")],
+    ids=["wrong", "fails", "refused"],
+)
+def test_a_tuned_configuration_is_probed_as_it_will_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, configuration: dict[str, int], why: str
+):
+    """A kernel that is right as shipped and not as the table has it runs as shipped, and that is said once."""
+    path, plugin = tmp_path / "tuned.json", Plugin()
+    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TUNED": str(path)})
+    asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=16, topk=16)
+    write_table(path, [entry(device=asked.device.name, configuration=configuration)])
+    registry.reload_policy()
+    implementation, decision = registry.select(asked)
+    assert decision.chosen == NAME and decision.verdicts[0].reasons == (), "a table is no reason against a kernel"
+    bound = registry.bind(asked)
+    assert plugin.bound_with[-1] == CONFIGURATIONS[0] and registry.configured(implementation, asked) == asked
+    for again in (asked.but(rows=7), asked.but(lse=True)):
+        registry.bind(again)
+        assert plugin.bound_with[-1] == CONFIGURATIONS[0]
+    generator = torch.Generator().manual_seed(1)
+    q, cache = (torch.randn(shape, generator=generator).bfloat16() for shape in ((2, 1, 16, 576), (2, 16, 576)))
+    call = q, cache, torch.arange(32, dtype=torch.int32).view(2, 1, 16)
+    out = bound(*call, softmax_scale=0.1)
+    assert torch.equal(out[0], reference.sparse_decode(*call, softmax_scale=0.1)[0])
+    (said,) = (record for record in caplog.records if "is not used" in record.getMessage())
+    assert said.levelname == "WARNING" and why in said.getMessage() and str(path) in said.getMessage()
+    assert "mla-portable tune" in said.getMessage()
+
+
+def test_a_tuned_configuration_that_is_right_is_bound_after_its_probe(tmp_path: Path):
+    path, plugin = tmp_path / "tuned.json", Plugin()
+    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TUNED": str(path)})
+    asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=16, topk=16)
+    write_table(path, [entry(device=asked.device.name, configuration=CONFIGURATIONS[1])])
+    registry.reload_policy()
+    registry.bind(asked)
+    assert plugin.bound_with == [CONFIGURATIONS[1]] * 2, "once for the probe, once for the call, never as shipped"
+
+
 def test_a_configuration_that_the_implementation_refuses_names_the_file(tmp_path):
     path = tmp_path / "tuned.json"
     plugin = Plugin()
-    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TUNED": str(path)})
+    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TUNED": str(path)}, probe=False)
     asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=16, topk=16)
     write_table(path, [entry(device=asked.device.name, configuration={"delya": 0})])
     registry.reload_policy()

@@ -18,8 +18,9 @@ from machines import CPU, H200
 
 from mla_portable.contracts import Implementation, InvalidArgument, PluginError, Request, Support
 from mla_portable.planner import Planner, PlannerConfig
-from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
+from mla_portable.times.prefill import PrefillTimes
+from mla_portable.times.rows import Times
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 

@@ -30,6 +30,7 @@ from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.bound import Bound
 from mla_portable.registry.names import AUTO, check_backend
 from mla_portable.registry.policy import ARGUMENT, DEFAULT, Rule, active_rules
+from mla_portable.times.prompts import PromptTimes
 
 _ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)
 _LAYERS: Final = (*_ATTENTION, CONVERT_INDICES, GATHER_UPCONVERT, CACHE_WRITE)
@@ -129,6 +130,10 @@ class LayerRegistry:
         """Rows -> microseconds of the chosen implementation, as far as they were measured."""
         found = self.chosen(decision)
         return self._registry.times(found, decision.request) if found else {}
+
+    def prompt_times(self, decision: Decision) -> PromptTimes | None:
+        """By which prompts go to what a decision on masked_prefill chose; None where no constants hold for its device."""
+        return self._registry.prompt_times(decision)
 
     def timed_rows(self, request: Request) -> list[int]:
         """The row counts at which any implementation was timed for requests like this, ascending."""

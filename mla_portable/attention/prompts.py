@@ -99,6 +99,7 @@ class PromptAttention:
         spec, head_dims, device: as built. key_rows: for `plan_prompts`.
         decisions: the choice of every primitive; "masked" and "dense" are masked_prefill with and without a selection, where
             the keys are one part, "masked part" and "dense part" where they are several.
+        times: of both ways for what "masked" chose; None where none are on record for the device.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class PromptAttention:
         requests = prompt_requests(spec, head_dims, layers.facts(self.device))
         bound = {name: layers.resolve(request) for name, request in requests.items()}
         self.decisions: dict[str, Decision] = {name: each.decision for name, each in bound.items()}
+        self.times = layers.prompt_times(self.decisions["masked"])
         self._attention = {
             (masked, partial): bound[f"{'masked' if masked else 'dense'}{' part' if partial else ''}"].call
             for masked in (False, True)

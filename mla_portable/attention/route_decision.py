@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
-from mla_portable.planner.prefill_times import PrefillTimes
 from mla_portable.registry.select import Standing
+from mla_portable.times.prefill import PrefillTimes
 
 Role = Literal["convert", "decode", "prefill", "gather", "in_place"]
 """What a primitive does on a route: converts indices, serves decode tokens, serves prefill tokens, gathers their contexts, or

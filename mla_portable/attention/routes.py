@@ -29,9 +29,10 @@ from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
 from mla_portable.contracts import Decision, DeviceFacts, Reason, Request
 from mla_portable.contracts.decision import grouped
 from mla_portable.planner.config import least_workspace
-from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry.select import Ranking
+from mla_portable.times.prefill import PrefillTimes
+from mla_portable.times.rows import Times
 
 _OTHER_KERNEL: Final = 2.0
 """Prefill tokens through sparse_decode, or decode tokens through sparse_prefill."""

@@ -12,7 +12,7 @@ from mla_portable.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.bench.timing import Timing
 from mla_portable.capability.profiles import Profile, profile_of
 from mla_portable.capability.run import Baseline, Run, Time
-from mla_portable.registry.costs import MeasuredTime, Measurement
+from mla_portable.times.records import MeasuredTime, Measurement
 
 _DIGITS: Final = 3
 """After the point of a microsecond; a clock of the device is no finer."""
@@ -98,7 +98,7 @@ def times_of(cases: Iterable[CaseTimes]) -> list[Time]:
 
 
 def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | None = None) -> list[MeasuredTime]:
-    """The times of a run that can rank implementations, for `costs_text`: of several widths the largest.
+    """The times of a run that can rank implementations, for `times_text`: of several widths the largest.
 
     Left out: times with an overlap, and those of disturbed problems.
 

@@ -2,7 +2,7 @@
 """A layer's prompts both ways, over latent rows and over keys of each head, projections included: times, and a fit to them.
 
 Both compute the same attention from the same inputs, so each is checked against the other. With the fit the layer chooses
-(`mla_portable.attention.prompt_times`).
+(`mla_portable.times.prompts`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention, SparseMLAAttention
 from mla_portable.attention.layer_registry import BackendChoice
-from mla_portable.attention.prompt_times import Counts, PromptTimes
 from mla_portable.attention.step import JoinQuery
 from mla_portable.bench.timing import captured, measure_in_turns
 from mla_portable.contracts import Batch
@@ -25,6 +24,7 @@ from mla_portable.dispatch import current_registry
 from mla_portable.layouts import LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.planner.prompts import plan_prompts
+from mla_portable.times.prompts import Counts, PromptTimes
 
 Requests = tuple[tuple[int, int], ...]
 """New tokens, and new tokens with their context, of each request."""

@@ -16,8 +16,8 @@ from mla_portable.bench.kernels import Progress, time_candidates
 from mla_portable.contracts import Implementation, Tunable
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import time_spent
 from mla_portable.registry.tuned import TunedEntry
+from mla_portable.times.rows import time_spent
 
 Configuration = Mapping[str, int]
 

@@ -65,7 +65,7 @@ def costs(
         from mla_portable.capability.profiles import all_profiles
         from mla_portable.capability.run import DISTURBED, read_run
         from mla_portable.contracts.whole_files import replace_file
-        from mla_portable.registry.cost_files import costs_text
+        from mla_portable.times.files import times_text
 
         timed = read_run(run)
         backends = sorted({each.implementation.partition(".")[0] for each in timed.times})
@@ -88,7 +88,7 @@ def costs(
             )
             raise typer.BadParameter(f"{run.name} {why}; `bench kernels --out {run.name}` adds some", param_hint="RUN")
         if out is None:
-            output.text(costs_text(found))
+            output.text(times_text(found))
         else:
-            replace_file(out, costs_text(found).encode())
+            replace_file(out, times_text(found).encode())
             output.note(f"written: {out}")

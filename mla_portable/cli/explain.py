@@ -258,12 +258,12 @@ def _ask_for_the_rest(decision: Decision | RouteDecision, backend: str | None) -
     from mla_portable.engine.prompts import refusals
 
     spec, facts, head_dims = decision.spec, decision.device, HeadDims()
-    ask = LayerRegistry(current_registry(), backend).decide
+    layers = LayerRegistry(current_registry(), backend)
     found: dict[str, Decision] = {}
-    if not refusals(spec, head_dims, facts):
-        prompts = ask(prompt_requests(spec, head_dims, facts)["masked"])
-        found = {"prompts": prompts} if prompts.chosen else {}
-    return {**found, "indexer": ask(indexer_requests(facts, spec.topk)[0])}
+    if not refusals(spec, head_dims):
+        prompts = layers.decide(prompt_requests(spec, head_dims, facts)["masked"])
+        found = {"prompts": prompts} if prompts.chosen and layers.prompt_times(prompts) else {}
+    return {**found, "indexer": layers.decide(indexer_requests(facts, spec.topk)[0])}
 
 
 def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:

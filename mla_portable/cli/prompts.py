@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.text import Text
 
-from mla_portable.cli.options import DeviceOption, JsonOption, check_known, numbers, resolve_device
+from mla_portable.cli.options import DeviceOption, JsonOption, check_known, check_writable, numbers, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, columns, command, digits, hanging
 
 if TYPE_CHECKING:
-    from mla_portable.attention.prompt_times import PromptTimes
     from mla_portable.bench.prompts import StepTimes
+    from mla_portable.contracts import DeviceFacts
+    from mla_portable.times.prompts import PromptRecord, PromptTimes
+    from mla_portable.times.records import Measurement
 
 _SMALL: Final[dict[str, Any]] = {"topk": 64, "max_num_tokens": 128, "max_model_len": 128}
 """Of a layer on a CPU."""
@@ -44,6 +48,15 @@ def prompts(
         bool,
         typer.Option("--fit", help="Also print the constants of the choice that fit these times best, and choose by them."),
     ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="With --fit: add the constants to a file of times, in the place of those for the same heads and widths.",
+            dir_okay=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time a layer's prompts over latent rows and over keys of each head, projections included, and show the choice.
@@ -52,11 +65,17 @@ def prompts(
     """
     with command(as_json=as_json) as output:
         where = resolve_device(device)
+        if out is not None and not fit:
+            raise typer.BadParameter("needs --fit: what it writes are the constants that fit the times", param_hint="--out")
+        if out is not None:
+            check_writable(out, param_hint="--out")
         from mla_portable.attention import HeadDims
-        from mla_portable.attention.prompt_times import prompt_times
         from mla_portable.bench.prompts import STEPS, make_layer, time_step
         from mla_portable.bench.prompts import fit as fitted
+        from mla_portable.dispatch import current_registry
         from mla_portable.layouts import LAYOUTS
+        from mla_portable.times.adding import add_to_file, check_can_add
+        from mla_portable.times.prompts import PromptRecord
 
         check_known(layout, LAYOUTS, param_hint="--layout")
         dims = numbers(widths, "--head-dims") or ()
@@ -67,23 +86,38 @@ def prompts(
             steps, size = (((40, 40),) * 2, ((70, 70),), ((20, 90),)), _SMALL
         else:
             steps, size = STEPS, {}
+        facts = current_registry().facts(where)
+        if out is not None:
+            check_can_add("bench prompts", out, facts.name)
         found: dict[int, list[StepTimes]] = {}
         constants: dict[int, PromptTimes] = {}
         served: dict[str, list[int]] = {}
-        facts = ""
+        records: list[PromptRecord] = []
+        unknown: list[int] = []
         with output.progress() as advance:
             for number, count in enumerate(counts):
                 advance(f"{count} heads", number, len(counts))
                 layer = make_layer(where, num_heads=count, layout=layout, head_dims=HeadDims(*dims), backend=backend, **size)
-                facts = str(layer.latent.facts)
                 found[count] = [time_step(layer, step, repeat=repeat) for step in steps]
-                constants[count] = fitted(found[count]) if fit else prompt_times(layer.per_head)
+                times, masked = layer.per_head.times, layer.per_head.decisions["masked"].chosen
+                unknown += [count] if times is None and not fit else []
+                constants[count] = fitted(found[count]) if fit or times is None else times
+                if out is not None and masked is not None:
+                    records.append(PromptRecord(masked, dims[0] + dims[1], dims[2], count, constants[count], _origin(facts)))
                 per_head = ", ".join(f"{name} {each.chosen}" for name, each in layer.per_head.decisions.items())
                 route = layer.latent.route_decision.verdict
                 latent = ", ".join(f"{part.role} {part.decision.chosen}" for part in route.parts)
                 served.setdefault(f"latent rows by {latent}; keys of each head by {per_head}", []).append(count)
         limit = _LIMITS[LAYOUTS[layout].is_quantized]
         ok = all(each.error <= limit for times in found.values() for each in times)
+        if unknown:
+            heads_without = ", ".join(map(str, unknown))
+            output.note(f"no times on record here for {heads_without} heads: the choice is by constants that fit these times")
+        if out is not None and records and ok:
+            damaged = add_to_file(out, prompts=records)
+            if damaged is not None:
+                output.note(f"{out} could not be used as a whole; what it held is in {damaged}")
+            output.note(f"constants of {len(records)} head counts added to {out}")
         if as_json:
             lines = [_line(count, each, constants[count]) for count, times in found.items() for each in times]
             fits = {str(count): asdict(each) for count, each in constants.items()}
@@ -91,15 +125,28 @@ def prompts(
         else:
             headings = ["heads", "prompts", "latent rows, us", "keys of each head, us", "chosen", "loses", "error"]
             rows = [_row(_line(count, each, constants[count])) for count, times in found.items() for each in times]
-            output.show(hanging("device", facts))
+            output.show(hanging("device", str(facts)))
             output.show(*(hanging("served", f"{', '.join(map(str, heads))} heads: {who}") for who, heads in served.items()))
             output.show(columns(headings, rows, numbers=[*headings[2:4], *headings[5:]]))
             if fit:
-                output.show(*(f"{count}: PromptTimes{astuple(each)}" for count, each in constants.items()))
+                output.show(*(hanging(f"{count} heads", _words(each)) for count, each in constants.items()))
             if not ok:
                 output.show(Text(f"WRONG  the two ways differ by more than {limit}", "bold red"))
         if not ok:
             raise typer.Exit(EXIT_FAILED)
+
+
+def _origin(facts: DeviceFacts) -> Measurement:
+    """Where times come from that are taken here and now."""
+    from mla_portable import __version__
+    from mla_portable.times.records import Measurement
+
+    today = datetime.now(timezone.utc).date().isoformat()
+    return Measurement(facts.name, (facts.name,), today, __version__, tuple(sorted(dict(facts.libraries).items())))
+
+
+def _words(times: PromptTimes) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in asdict(times).items())
 
 
 def _line(heads: int, times: StepTimes, constants: PromptTimes) -> dict[str, Any]:

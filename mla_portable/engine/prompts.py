@@ -14,21 +14,19 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention
-from mla_portable.attention.prompt_times import Counts, Lengths, PromptTimes
-from mla_portable.contracts import DeviceFacts, UnsupportedRequest
+from mla_portable.attention.layer_registry import LayerRegistry
+from mla_portable.attention.prompts import prompt_requests
+from mla_portable.contracts import Decision, DeviceFacts, UnsupportedRequest
 from mla_portable.planner.prompts import PromptPlan, plan_prompts
-
-VENDORS: Final = ("nvidia",)
-"""Whose ratio of the two ways was measured."""
+from mla_portable.times.prompts import Counts, Lengths, PromptTimes
 
 LEAST_SAVED: Final = 5.0
 """Microseconds a layer; below that the host's time for planning the prompts counts for more."""
 
 
-def refusals(spec: AttentionSpec, head_dims: HeadDims, device: DeviceFacts) -> list[str]:
-    """Why all tokens of such layers take the sparse route, in words."""
+def refusals(spec: AttentionSpec, head_dims: HeadDims) -> list[str]:
+    """Why all tokens of such layers take the sparse route, whatever serves them, in words."""
     checks = (
-        (device.vendor not in VENDORS, f"times of prompts over keys of each head are not known for {device.vendor}"),
         (spec.batch_invariant, "a prompt's bits must not depend on the batch, and its way does"),
         (spec.share.size > 1, f"each of {spec.share.size} ranks has a share of the context"),
         (spec.attn_sink, "attention over keys of each head has no sinks"),
@@ -37,11 +35,25 @@ def refusals(spec: AttentionSpec, head_dims: HeadDims, device: DeviceFacts) -> l
     return [words for refused, words in checks if refused]
 
 
+def missing_times(decision: Decision) -> str:
+    """Why prompts that `decision` on masked_prefill would serve take the sparse route all the same, and what to do."""
+    chosen, device = decision.chosen, decision.request.device
+    return (
+        f"no times of the two ways are on record for {chosen} on {device.name}, nor of a device that stands for those of "
+        f"{device.vendor}; `mla-portable bench prompts --fit --out FILE` makes them there"
+    )
+
+
 def prompt_attention(
     spec: AttentionSpec, head_dims: HeadDims, facts: DeviceFacts, device: torch.device, logger: logging.Logger
 ) -> PromptAttention | None:
-    """For layers of `spec`; None, with the reasons in the log, where all their tokens take the sparse route."""
-    reasons = refusals(spec, head_dims, facts)
+    """For layers of `spec`, with `times`; None, with the reasons in the log, where all their tokens take the sparse route."""
+    reasons = refusals(spec, head_dims)
+    if not reasons:
+        layers = LayerRegistry(None, None, where="PromptAttention")
+        masked = layers.decide(prompt_requests(spec, head_dims, facts)["masked"])
+        if masked.chosen and layers.prompt_times(masked) is None:
+            reasons = [missing_times(masked)]  # before kernels are bound that no step would run
     if not reasons:
         try:
             return PromptAttention(spec, head_dims, device=device)

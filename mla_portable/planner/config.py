@@ -19,7 +19,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.values import INT32_MAX, check_fields, describe
-from mla_portable.planner.prefill_times import PrefillTimes
+from mla_portable.times.prefill import PrefillTimes
 
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     ("num_heads", "topk", "max_num_reqs", "max_num_tokens", "max_model_len", "decode_threshold", "block_size"), (1, INT32_MAX)

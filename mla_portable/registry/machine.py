@@ -181,15 +181,19 @@ class Machine:
                 reports.append(self._probes[key])
         return ProbeReport.merged(reports)
 
+    @staticmethod
+    def kind_of(implementation: Implementation, request: Request) -> tuple[str, Request]:
+        """What requests share whose probes are one: all but `rows`, and `graph` unless the implementation leaves that to it."""
+        graph = request.graph and implementation.support.probes_graph
+        return implementation.name, request.but(rows=None, graph=graph)
+
     def try_request(self, implementation: Implementation, device: torch.device, request: Request) -> tuple[Reason, ...]:
         """Check, bind and compute one problem of the request's own sizes and features; the reasons against serving it.
 
-        Once per implementation and request: requests that differ in `rows` alone share the result, and in `graph`, unless the
-        implementation leaves that to the probe.
+        Once per implementation and kind of request (`kind_of`).
         Raises: as `probe`, InvalidArgument under graph capture only where the result is not known yet.
         """
-        graph = request.graph and implementation.support.probes_graph
-        key = (implementation.name, request.but(rows=None, graph=graph))
+        key = self.kind_of(implementation, request)
         known = self._requests.get(key)
         if known is not None:
             return known

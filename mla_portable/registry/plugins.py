@@ -13,12 +13,12 @@ from typing import Generic, TypeVar
 
 from mla_portable.contracts import Baseline, Detector, Implementation, PluginError, Tunable, Variable
 from mla_portable.errors import printable
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS, limited
 from mla_portable.registry.names import CORE_MODULE
 from mla_portable.registry.plugin_sources import PluginCaller, PluginSource
 from mla_portable.registry.registrar import StagingRegistrar, Taken, take
+from mla_portable.times.files import TimesFile
 
 T = TypeVar("T", Baseline, Tunable)
 Loaders = tuple[tuple[str, Callable[[], Iterable[T]]], ...]
@@ -63,14 +63,14 @@ class Loaded:
     """All that plugins brought: implementations and detectors of those that loaded, a report on each.
 
     `detectors`, `baselines` and `tunables` pair each function with the name of its plugin. `variables` are those that plugins
-    declared. `costs` are over the measured times of all of them.
+    declared. `times` are the files of times of all of them.
     """
 
     implementations: tuple[Implementation, ...]
     detectors: tuple[tuple[str, Detector], ...]
     reports: tuple[PluginReport, ...]
     variables: tuple[Variable, ...]
-    costs: MeasuredCosts
+    times: tuple[TimesFile, ...]
     baselines: Loaders[Baseline]
     tunables: Loaders[Tunable]
 
@@ -97,7 +97,7 @@ def load_plugins(
     taken: Taken = {}
     reports: list[PluginReport] = []
     loaded: list[tuple[str, StagingRegistrar]] = []
-    times: list[MeasuredTime] = []
+    times: list[TimesFile] = []
     for source in sources:
         report = PluginReport(source.name, source.module, source.distribution, source.version, ok=True)
         if source.name in disabled and source.module != CORE_MODULE:
@@ -113,7 +113,7 @@ def load_plugins(
             continue
         taken.update(staged.taken)
         loaded.append((source.name, staged))
-        times += staged.measured_times()
+        times += staged.times_files()
         offered = tuple(f"{i.name} / {i.primitive}" for i in staged.offers)
         reports.append(replace(report, implementations=offered, notes=tuple(staged.notes)))
     return Loaded(
@@ -121,7 +121,7 @@ def load_plugins(
         detectors=tuple((name, detector) for name, staged in loaded for detector in staged.detectors),
         reports=tuple(reports),
         variables=tuple(variable for _, staged in loaded for variable in staged.variables),
-        costs=MeasuredCosts(times),
+        times=tuple(times),
         baselines=tuple((name, load) for name, staged in loaded for load in staged.baselines),
         tunables=tuple((name, load) for name, staged in loaded for load in staged.tunables),
     )

@@ -14,10 +14,9 @@ from mla_portable.contracts import (
     Tunable,
     Variable,
 )
-from mla_portable.registry.cost_files import parse_costs, read_costs
-from mla_portable.registry.costs import MeasuredTime
 from mla_portable.registry.names import AUTO
 from mla_portable.registry.settings import core_variables, prefix_of
+from mla_portable.times.files import TimesFile, parse_times, read_documents
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -94,21 +93,19 @@ class StagingRegistrar:
     def add_costs(self, costs: str | Traversable) -> None:
         """Bring measured times. What cannot be used of them is left out, and described in the plugin's report."""
         self._require_open()
-        documents, problems = read_costs(costs)
+        documents, problems = read_documents(costs)
         self.costs += documents
         self.notes += problems
 
-    def measured_times(self) -> list[MeasuredTime]:
-        """The times of what was offered; what cannot be used joins `notes`."""
+    def times_files(self) -> list[TimesFile]:
+        """What the documents have of what was offered; what cannot be used joins `notes`."""
         offered = {(each.name, str(each.primitive)) for each in self.offers}
-        times: list[MeasuredTime] = []
-        for name, text in self.costs:
-            found, problems = parse_costs(text, offered)
-            times += found
-            self.notes += [f"{name}: {problem}" for problem in problems[:_MOST_NOTES]]
-            if len(problems) > _MOST_NOTES:
-                self.notes.append(f"{name}: {len(problems) - _MOST_NOTES} more like these")
-        return times
+        files = [parse_times(text, offered, name=name, owner=self._plugin) for name, text in self.costs]
+        for file in files:
+            self.notes += [f"{file.name}: {problem}" for problem in file.problems[:_MOST_NOTES]]
+            if len(file.problems) > _MOST_NOTES:
+                self.notes.append(f"{file.name}: {len(file.problems) - _MOST_NOTES} more like these")
+        return files
 
     def add_variable(self, variable: Variable) -> None:
         """Declare an environment variable. Raises: PluginError when it is malformed, declared twice or not the plugin's own."""

@@ -48,6 +48,8 @@ from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
 from mla_portable.registry.settings import check_variables, set_variables
 from mla_portable.registry.tuned import TABLE_REMEDY, TunedConfigurations
+from mla_portable.times.measured import MeasuredCosts
+from mla_portable.times.prompts import PromptTimes, recorded_prompts
 
 CACHE_LIMIT: Final = 4096
 """Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
@@ -107,7 +109,10 @@ class Registry:
         self._unloaded = frozenset(r.name for r in self._reports if not r.loaded)
         self._known = KnownNames((i.name for i in self._implementations), self._unloaded)
         self._machine = Machine(detectors=loaded.detectors, simulated=facts)
-        self._probing, self._costs = probe, loaded.costs if costs == "measured" else costs
+        files = loaded.times if costs == "measured" else ()
+        self._probing = probe
+        self._costs = MeasuredCosts(each for file in files for each in file.times) if costs == "measured" else costs
+        self._prompts = sorted((each for file in files for each in file.prompts), key=lambda each: each.measurement.recorded)
         self._policy, self._tuned = Policy(), TunedConfigurations(None, {})
         self._policy_error: InvalidArgument | None = None
         self._generation = 0
@@ -117,6 +122,8 @@ class Registry:
         self.kept: dict[tuple[Any, ...], Any] = {}
         """What callers made of choices (`keep`), by keys that end with the `choice_token` that they were made under."""
         self._logged: set[object] = set()
+        self._rejected: set[object] = set()
+        """Kinds of requests, with a tuned configuration, whose probe failed (`Machine.kind_of`)."""
         self._lock = threading.RLock()
         try:
             self.reload_policy()
@@ -259,7 +266,12 @@ class Registry:
 
         def try_out(implementation: Implementation) -> tuple[Reason, ...]:
             assert device is not None
-            return machine.try_request(implementation, device, request)
+            configured = self.configured(implementation, request)
+            reasons = machine.try_request(implementation, device, configured)
+            if reasons and configured.configuration is not None:
+                self._reject(implementation, configured, reasons)
+                reasons = machine.try_request(implementation, device, request)
+            return reasons
 
         return decide(
             request,
@@ -339,9 +351,28 @@ class Registry:
             return known.setdefault(key, value)
 
     def configured(self, implementation: Implementation, request: Request[F]) -> Request[F]:
-        """`request` with the configuration that the user's tuning table has for this implementation."""
+        """`request` with the configuration that the user's tuning table has for this implementation.
+
+        As shipped where the probe of that configuration failed for such a request: a table only makes kernels faster.
+        """
         _check_pair("configured", implementation, request)
-        return request.but(configuration=self._tuned.of(implementation.name, request))
+        configured = request.but(configuration=self._tuned.of(implementation.name, request))
+        if configured.configuration is None or self._machine.kind_of(implementation, configured) not in self._rejected:
+            return configured
+        return request.but(configuration=None)
+
+    def _reject(self, implementation: Implementation, configured: Request, reasons: tuple[Reason, ...]) -> None:
+        """Leave such requests as shipped from now on, and say so, once for each configuration."""
+        self._rejected.add(self._machine.kind_of(implementation, configured))
+        with self._lock:
+            key = (implementation.name, implementation.primitive, configured.configuration)
+            if key in self._logged:
+                return
+            self._logged.add(key)
+        words = " ".join(f"{name}={value}" for name, value in configured.configuration or ())
+        what = f"{implementation.name} / {implementation.primitive}: the tuned configuration {words} in {self._tuned.path}"
+        why = ", ".join(map(str, reasons))
+        logger.warning("%s is not used, but the shipped one: %s; run `mla-portable tune` again, or delete the entry", what, why)
 
     def bind_implementation(self, implementation: Implementation[F], request: Request[F]) -> F:
         """The callable of a given implementation for `request`, with the configuration that the user's tuning table has for it.
@@ -372,6 +403,14 @@ class Registry:
         """Rows -> microseconds of `implementation` for requests like this, as far as measured times rank here."""
         _check_pair("times", implementation, request)
         return {} if self._costs is None else self._costs.times(implementation, request)
+
+    def prompt_times(self, decision: Decision) -> PromptTimes | None:
+        """By which prompts go to what a decision on masked_prefill chose; None where no constants hold for its device.
+
+        There are some only where measured times rank here.
+        """
+        check_type("Registry.prompt_times", "decision", decision, Decision, "a Decision, on masked_prefill")
+        return recorded_prompts(self._prompts, decision.chosen or "", decision.request)
 
     def _log_once(self, decision: Decision) -> None:
         """Log, once per primitive and kind of reason, that a cheaper candidate was passed over or plain torch serves a GPU."""

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention
-from mla_portable.attention.prompt_times import prompt_times
 from mla_portable.contracts import DeviceFacts
 from mla_portable.engine.prompts import plan_where_faster, prompt_attention
 from mla_portable.layouts import KV_LORA_RANK
@@ -28,6 +27,7 @@ from mla_portable.planner.prompts import PromptPlan
 from mla_portable.sglang import model
 from mla_portable.sglang.places import BACKEND_MODULE, LAYER_MODULE
 from mla_portable.sglang.settings import logger
+from mla_portable.times.prompts import PromptTimes
 
 PLAIN: Final = ("prepare_attention_output_gate", "learnable_sink_param", "_kimi_split_gguf_kv_b")
 """Attributes of layers that do more than a plain layer's output projection; such layers take the sparse route."""
@@ -52,9 +52,9 @@ class Prompts:
         asks_for_positions: the indexer that runs is to name positions in a request; the selection is a bit mask over them.
     """
 
-    def __init__(self, attention: PromptAttention, context_parallel: Callable[[], bool]) -> None:
+    def __init__(self, attention: PromptAttention, times: PromptTimes, context_parallel: Callable[[], bool]) -> None:
         self._attentions = {attention.spec.softmax_scale: attention}
-        self._attention, self._times = attention, prompt_times(attention)
+        self._attention, self._times = attention, times
         self._context_parallel = context_parallel
         self.step: PromptPlan | None = None
         self.asks_for_positions = False
@@ -175,7 +175,7 @@ def prompts(backend: Any, model_runner: Any, spec: AttentionSpec, facts: DeviceF
     wide = replace(spec, max_num_tokens=tokens, max_num_reqs=min(tokens, spec.max_num_reqs), softmax_scale=config.scaling)
     found = prompt_attention(wide, dims, facts, torch.device(model_runner.device), logger)
     parallel = getattr(import_module(BACKEND_MODULE), "is_dsa_enable_prefill_cp", lambda: False)
-    return None if found is None else Prompts(found, parallel)
+    return None if found is None or found.times is None else Prompts(found, found.times, parallel)
 
 
 def _in_graph() -> bool:

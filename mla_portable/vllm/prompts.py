@@ -25,10 +25,10 @@ import numpy.typing as npt
 import torch
 
 from mla_portable.attention import HeadDims, PromptAttention
-from mla_portable.attention.prompt_times import PromptTimes, prompt_times
 from mla_portable.contracts.values import INT32_MAX
 from mla_portable.engine import prompts as engine
 from mla_portable.planner.prompts import PromptPlan
+from mla_portable.times.prompts import PromptTimes
 from mla_portable.vllm import compat
 from mla_portable.vllm.model import Resolved
 from mla_portable.vllm.settings import logger
@@ -67,7 +67,7 @@ def attention(resolved: Resolved, vllm_config: Any, dims: HeadDims | None) -> Pr
     """For layers that are served as `resolved`; None where all tokens take the sparse route.
 
     With VLLM_BATCH_INVARIANT a prompt's result must not depend on the lengths of others. Under decode context parallelism the
-    cache has a share of each context. Attention sinks and vendors whose times are not known are left to the sparse route too.
+    cache has a share of each context. Attention sinks, and what has no times on record, are left to the sparse route too.
     """
     if dims is None or not compat.takes_prompts() or compat.forces_sparse_prefill(vllm_config):
         return None
@@ -113,8 +113,10 @@ class Prompts:
 
 def prompts(found: PromptAttention | None, layers: Sequence[Any], vllm_config: Any, threshold: int) -> Prompts | None:
     """Beside a builder of `layers`; None where their prompts always take the sparse route."""
-    if found is None or not layers or any(getattr(layer, "prefill_backend", None) is None for layer in layers):
+    if found is None or found.times is None or not layers:
+        return None
+    if any(getattr(layer, "prefill_backend", None) is None for layer in layers):
         return None  # vLLM's layer looks at that before it asks the implementation
     masks = compat.takes_masked_prompts(vllm_config, found.head_dims.query, found.head_dims.value)
     topk = compat.topk(vllm_config) or found.spec.topk  # the indexer's buffer may be wider
-    return Prompts(found, prompt_times(found), threshold, topk, masks)
+    return Prompts(found, found.times, threshold, topk, masks)

@@ -17,12 +17,12 @@ from sglang_kit import cases, fixture, server_of
 from torch import Tensor
 
 from mla_portable.attention import HeadDims
-from mla_portable.attention.prompt_times import PromptTimes
 from mla_portable.contracts import ContextShare
 from mla_portable.engine import prompts as shared
 from mla_portable.layouts import LAYOUTS
-from mla_portable.registry import get_registry
+from mla_portable.registry import Registry, get_registry
 from mla_portable.sglang import model, places, prompts, settings
+from mla_portable.times.prompts import PromptTimes
 
 HEADS, Q_RANK = 4, 32
 DIMS = HeadDims(128, 64, 128)
@@ -70,14 +70,13 @@ class Layer(METHODS.DeepseekMLAForwardMixin):
 
 
 @pytest.fixture(autouse=True)
-def known_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_dense_prompts_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0")
-    monkeypatch.setattr(shared, "VENDORS", (get_registry().facts("cpu").vendor,))
 
 
 def build(monkeypatch: pytest.MonkeyPatch, times: PromptTimes, *, topk: int = 16, **options: Any) -> Any:
     """A backend with prompts beside its server, as `attach` makes them of a model's config."""
-    monkeypatch.setattr(prompts, "prompt_times", lambda attention: times)
+    monkeypatch.setattr(Registry, "prompt_times", lambda self, decision: times)
     built = fixture(CASE, index_topk=topk, dsa_prefill_backend="flashmla_kv", **options)
     config = built.runner.model_config
     config.qk_nope_head_dim, config.v_head_dim, config.scaling = DIMS.nope, DIMS.value, 0.5

@@ -34,10 +34,10 @@ from vllm_engine import (
 )
 
 from mla_portable.attention import HeadDims
-from mla_portable.attention.prompt_times import PromptTimes
 from mla_portable.contracts import ContextShare, InvalidArgument
 from mla_portable.engine import prompts as shared
-from mla_portable.registry import get_registry, use
+from mla_portable.registry import Registry, get_registry, use
+from mla_portable.times.prompts import PromptTimes
 from mla_portable.vllm import compat, prompts
 from mla_portable.vllm.metadata import MLAPortableMetadata
 
@@ -55,8 +55,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def make_prompt_engine(monkeypatch: pytest.MonkeyPatch, dtype: str = "auto", **engine: Any) -> Engine:
-    monkeypatch.setattr(shared, "VENDORS", (get_registry().facts(CPU).vendor,))
-    monkeypatch.setattr(prompts, "prompt_times", lambda heads: TOKEN)
+    monkeypatch.setattr(Registry, "prompt_times", lambda self, decision: TOKEN)
     monkeypatch.setattr(shared, "LEAST_SAVED", LEAST - 1.0)
     monkeypatch.setattr(prompts, "BESIDE_DECODES", 0.0)
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda config: Backend)
@@ -223,26 +222,30 @@ def test_vllm_profiles_the_memory_of_a_step_of_prompts(engine: Engine, monkeypat
 
 def resolved(**spec: Any) -> Any:
     given = {"batch_invariant": False, "share": ContextShare(), "attn_sink": False, "rope_width": ROPE, **spec}
-    device = SimpleNamespace(vendor=given.pop("vendor", get_registry().facts(CPU).vendor))
-    return SimpleNamespace(spec=SimpleNamespace(**given), decision=SimpleNamespace(device=device))
+    return SimpleNamespace(spec=SimpleNamespace(**given), decision=SimpleNamespace(device=get_registry().facts(CPU)))
 
 
 @pytest.mark.parametrize(
     "spec",
-    [{"batch_invariant": True}, {"share": ContextShare(2)}, {"vendor": "iluvatar"}, {"attn_sink": True}, {"rope_width": 0}],
+    [{"batch_invariant": True}, {"share": ContextShare(2)}, {"attn_sink": True}, {"rope_width": 0}],
     ids=lambda spec: next(iter(spec)),
 )
 def test_where_it_is_never_taken(spec: dict[str, Any], engine: Engine):
     assert prompts.attention(resolved(**spec), engine.config, HeadDims()) is None
 
 
-def test_it_is_turned_off_by_vllms_switch_and_where_nothing_serves(engine: Engine, caplog: pytest.LogCaptureFixture):
+def test_it_is_turned_off_by_vllms_switch_and_where_nothing_serves_or_times_are_missing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     found = engine.builder._prompts._attention
     resolved = SimpleNamespace(spec=found.spec, decision=SimpleNamespace(device=get_registry().facts(CPU)))
     assert prompts.attention(resolved, engine.config, found.head_dims) is not None
     with use(masked_prefill="nvidia"):
         assert prompts.attention(resolved, engine.config, found.head_dims) is None
     engine.config.attention_config.sparse_mla_force_mqa = True
+    assert prompts.attention(resolved, engine.config, found.head_dims) is None
+    engine.config.attention_config.sparse_mla_force_mqa = False
+    monkeypatch.setattr(Registry, "prompt_times", lambda self, decision: None)
     assert prompts.attention(resolved, engine.config, found.head_dims) is None
 
 

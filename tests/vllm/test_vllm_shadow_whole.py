@@ -14,11 +14,10 @@ import shadow
 import torch
 from test_vllm_shadow_prompts import MIXED, slots_of
 from vllm.model_executor.layers.attention import mla_attention
-from vllm_engine import CPU, HEADS, LATENT, NOPE, ROPE, Engine, make_engine, make_step, run_layer
+from vllm_engine import HEADS, LATENT, NOPE, ROPE, Engine, make_engine, make_step, run_layer
 
-from mla_portable.engine import prompts as shared
-from mla_portable.registry import get_registry
-from mla_portable.vllm import compat, prompts
+from mla_portable.registry import Registry
+from mla_portable.vllm import compat
 from mla_portable.vllm.backend import MLAPortableBackend
 
 
@@ -30,9 +29,8 @@ def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(fake_stock.ERROR, "relative", 0.0)
     shadow.install(file, "fake_stock.StockBackend")
     # every step with prompts has them over keys of each head
-    monkeypatch.setattr(shared, "VENDORS", (get_registry().facts(CPU).vendor,))
     always = SimpleNamespace(saves=lambda counts, masked: 1e6)
-    monkeypatch.setattr(prompts, "prompt_times", lambda heads: always)
+    monkeypatch.setattr(Registry, "prompt_times", lambda self, decision: always)
     monkeypatch.setattr(compat, "takes_masked_prompts", lambda *given: True)
     if hasattr(mla_attention, "_use_masked_mha"):
         monkeypatch.setattr(mla_attention, "_use_masked_mha", lambda *given, **named: True)

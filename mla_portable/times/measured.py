@@ -3,8 +3,7 @@
 
 The cost is 10 times the implementation's time over the least time on record for the same number of rows, over all plugins and
 either layout, so that routes which read different layouts stay comparable. Without `rows` in the request the sum over all row
-counts that were timed decides (`time_spent`). With `rows`, times are linear between the two counts around it, and below or
-above all counts the nearest one decides.
+counts that were timed decides (`time_spent`), with `rows` its shares of them (`rows.shares`).
 
 Each implementation is ranked at its own nearest head count: the least that was timed and is no smaller, as a kernel that pads
 would run it; else the greatest below, as many times as cover the heads. `topk` and `form` must be equal. What was not timed has
@@ -13,62 +12,15 @@ no measured cost.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.times.records import MeasuredTime, Measurement
+from mla_portable.times.rows import shares, time_spent
 
 _FASTEST: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Where times come from.
-
-    Attributes:
-        device: its name. names: patterns of `fnmatch` for the names that its drivers report, besides `device` itself.
-        recorded: the day. release: of what was timed, "" where it is not known. versions: (name, version) of the software
-            that ran, sorted.
-    """
-
-    device: str
-    names: tuple[str, ...] = ()
-    recorded: str = ""
-    release: str = ""
-    versions: tuple[tuple[str, str], ...] = ()
-
-    def matches(self, name: str) -> bool:
-        """A device of that name is this one."""
-        return name == self.device or any(fnmatchcase(name, pattern) for pattern in self.names)
-
-    def text(self, device: DeviceFacts) -> str:
-        """Day, device and release, and every library of `device` that has another version than the one that ran.
-
-        Local parts of versions ("+cu130") are not compared: not every build of one version has one.
-        """
-        installed = dict(device.libraries)
-        both = [(name, then, installed[name]) for name, then in self.versions if name in installed]
-        differing = [f"{name} {then}, here {now}" for name, then, now in both if _public(then) != _public(now)]
-        where = " ".join(filter(None, ("measured", self.recorded, "on", self.device)))
-        return "; ".join((where + (f" with {self.release}" if self.release else ""), *differing))
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredTime:
-    """One median. `us`: microseconds. The rest as in Request; topk is None where it chooses nothing but what `form` says."""
-
-    implementation: str
-    primitive: str
-    layout: str | None
-    heads: int | None
-    topk: int | None
-    rows: int
-    us: float
-    measurement: Measurement
-    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +50,6 @@ _Place = dict[tuple[str, str | None], _Timed]
 """(implementation, layout) -> its times, for one primitive, topk and form on one device."""
 
 
-def time_spent(us: Iterable[float]) -> float:
-    """By what several sizes are ranked where one choice serves them all: their sum, for time is spent on large steps."""
-    return sum(us)
-
-
 class MeasuredCosts:
     """A CostTable over measured times; a pure function of them and the request.
 
@@ -111,7 +58,8 @@ class MeasuredCosts:
     """
 
     def __init__(self, times: Iterable[MeasuredTime]) -> None:
-        self._times = sorted(times, key=lambda each: each.measurement.recorded)
+        ranking = (each for each in times if each.configuration is None)
+        self._times = sorted(ranking, key=lambda each: each.measurement.recorded)
         self._of_device: dict[str, dict[tuple[str, int | None, str], _Place]] = {}
 
     @property
@@ -124,13 +72,14 @@ class MeasuredCosts:
         place, own = self._timed(implementation, request)
         if own is None:
             return None
-        shares = _shares(sorted(own.by_rows), request.rows)
+        sizes = sorted(own.by_rows)
+        share_of = dict.fromkeys(sizes, 1.0) if request.rows is None else shares(sizes, request.rows)
         estimates = [found for by_heads in place.values() if (found := _estimate(by_heads, request.num_heads))]
         least = time_spent(
-            share * min(each.us(rows) for each in estimates if rows in each.by_rows) for rows, share in shares.items()
+            share * min(each.us(rows) for each in estimates if rows in each.by_rows) for rows, share in share_of.items()
         )
-        cost = _FASTEST * time_spent(share * own.us(rows) for rows, share in shares.items()) / least
-        return round(cost, 2), own.source(request.num_heads, shares, request.device)
+        cost = _FASTEST * time_spent(share * own.us(rows) for rows, share in share_of.items()) / least
+        return round(cost, 2), own.source(request.num_heads, share_of, request.device)
 
     def times(self, implementation: Implementation, request: Request) -> dict[int, float]:
         """Rows -> microseconds, of every size that the cost is computed from; empty where there is none."""
@@ -165,26 +114,3 @@ def _estimate(by_heads: _Timed, wanted: int | None) -> _Estimate | None:
     counts = [heads for heads in by_heads if heads is not None]
     heads = min((count for count in counts if count >= wanted), default=max(counts))
     return _Estimate(heads, -(-wanted // heads), by_heads[heads])
-
-
-def _shares(sizes: Sequence[int], rows: int | None) -> dict[int, float]:
-    """Row count that was timed -> its share in the time of a request for `rows`, any number of them for None.
-
-    Linear in rows: a kernel takes a constant time and so much for each row. Not in their logarithms, by which times of half the
-    rows are overestimated.
-
-    Args:
-        sizes: the row counts that were timed, ascending.
-    """
-    if rows is None:
-        return dict.fromkeys(sizes, 1.0)
-    rows = min(max(rows, sizes[0]), sizes[-1])
-    at = bisect_left(sizes, rows)
-    if sizes[at] == rows:
-        return {rows: 1.0}
-    share = (rows - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-    return {sizes[at - 1]: 1 - share, sizes[at]: share}
-
-
-def _public(version: str) -> str:
-    return version.partition("+")[0]

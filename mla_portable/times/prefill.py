@@ -3,33 +3,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-
-class Times:
-    """Microseconds by rows, as far as they were measured."""
-
-    def __init__(self, us: Mapping[int, float]) -> None:
-        """us: rows -> microseconds; at least one."""
-        self._rows = sorted(us)
-        self._us = [us[rows] for rows in self._rows]
-
-    @property
-    def least(self) -> int:
-        """The fewest rows that were timed."""
-        return self._rows[0]
-
-    def us(self, rows: int) -> float:
-        """Linear between two measured times; below all of them the first, above all of them the last in proportion."""
-        at = bisect(self._rows, rows)
-        if at == 0:
-            return self._us[0]
-        before, us = self._rows[at - 1], self._us[at - 1]
-        if at == len(self._rows):
-            return us * rows / before
-        return us + (self._us[at] - us) * (rows - before) / (self._rows[at] - before)
+from mla_portable.times.rows import Times
 
 
 @dataclass(frozen=True, slots=True)
