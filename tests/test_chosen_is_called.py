@@ -27,7 +27,7 @@ from mla_portable.contracts import (
 from mla_portable.planner.prompts import plan_prompts
 from mla_portable.primitives import MASKED_PREFILL, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
+from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 CPU = torch.device("cpu")
 
