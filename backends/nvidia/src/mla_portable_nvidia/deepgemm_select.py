@@ -100,6 +100,7 @@ def select_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iter
             num_heads=HEADS,
             block_sizes=(PAGE,),
             cache_alignment=16,
+            nan_keys=False,  # DeepGEMM's ReLU makes 0 of NaN
             workspace_bytes=_scratch,
         ),
         bind_indexer_select,
