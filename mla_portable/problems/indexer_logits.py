@@ -42,7 +42,8 @@ def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> I
     out, expected = got["out"].cpu().double(), want["out"]
 
     def symptom(where: tuple[int, ...]) -> tuple[str, str]:
-        bare = (expected != -math.inf) & (out < 0) & (want["weights"] >= 0).all(dim=1, keepdim=True)
+        negative = out.isfinite() & (out < 0) & (expected != -math.inf)  # -inf is a score of NaN, or one left out
+        bare = negative & (want["weights"] >= 0).all(dim=1, keepdim=True)
         hint = " (below 0 though no weight is: it looks as if the ReLU were missing)" if bare.any() else ""
         values = f"the logit of position {where[1]} is {float(out[where]):g}, expected {float(expected[where]):g}"
         return values + hint, f"row {where[0]}"
