@@ -403,7 +403,10 @@ class Model:
         dots = q.float() @ keys.T
         if "relu after the weights" in self.faults:
             return (weights[:, None] * dots).relu().sum(dim=0)
-        return (weights[:, None] * (dots if "no relu" in self.faults else dots.relu())).sum(dim=0)
+        if "makes 0 of NaN" in self.faults:
+            dots = dots.nan_to_num(nan=0.0)
+        scores = (weights[:, None] * (dots if "no relu" in self.faults else dots.relu())).sum(dim=0)
+        return scores if "leaves NaN" in self.faults else scores.masked_fill(scores.isnan(), -math.inf)
 
     def _owned(self, length, size, rank, interleave):
         """Own tokens among the first `length` of a sequence."""
@@ -468,7 +471,8 @@ class Model:
         if scores_out is not None:
             scores_out.fill_(-math.inf)
         for token, there, scores in self._index_rows(*arguments, dcp_size, dcp_rank, interleave):
-            place = (there & (scores > -math.inf)).nonzero()[:, 0]
+            unscored = "scores no short row" in self.faults and len(scores) <= topk
+            place = (there & ((scores > -math.inf) | unscored)).nonzero()[:, 0]
             order = scores[place].argsort(descending="takes the lowest" not in self.faults, stable=True)[:topk]
             best = place[order]
             if "leaves positions unsorted" not in self.faults:

@@ -177,11 +177,16 @@ FAULTS = [
     ("scores tokens of nobody", SCORES, "starts_late", "expected -inf"),
     ("believes the table", SCORES, "table_holes prefill !narrow", "expected -inf"),
     ("reads the block behind the cache", SCORES, "table_near", "expected -inf"),
-    ("ignores the block stride", SCORES, "strided prefill !table_holes", "got nan"),
-    ("takes two blocks for adjacent", SCORES, "pair", "got nan"),
+    ("ignores the block stride", SCORES, "strided prefill !table_holes", "got -inf"),
+    ("takes two blocks for adjacent", SCORES, "pair", "got -inf"),
     ("32-bit addresses", SCORES, "address", "out["),
     ("takes pages for rows of 132 bytes", SCORES, "index_fp8 address", "out["),
     ("takes the scale of the token before", SCORES, "index_fp8 chunk", "out["),
+    ("leaves NaN", (*SCORES, *RAGGED), "absent_nan", "got nan, expected -inf"),
+    ("leaves NaN", (*SCORES, *RAGGED), "absent_nan_scale", "got nan, expected -inf"),
+    ("makes 0 of NaN", (*SCORES, *RAGGED), "absent_nan", "expected -inf"),
+    ("makes 0 of NaN", SELECT, "absent_nan chunk", "order["),
+    ("makes 0 of NaN", SELECT, "absent_nan share_first_of_2", "order["),
     ("no relu", RAGGED, "t6 n300", "out["),
     ("ignores the scales of keys", RAGGED, "index_fp8 !t0 !n0", "out["),
     ("ignores the start", RAGGED, "t37 mixed !n0 !n1", "expected -inf"),
@@ -258,6 +263,25 @@ def test_a_fault_is_caught_by_the_cases_made_for_it(fault, primitives, words, me
             assert honest.status == "passed", f"{case.id}: {honest.message}"
             faulty = run_case(case, getattr(Model(fault), str(primitive)), torch.device("cpu"))
             assert faulty.status == "failed" and message in faulty.message, f"{case.id}: {faulty.status} {faulty.message}"
+
+
+@pytest.mark.parametrize("kept", [True, False, lambda request: request.kv_layout == "index_bf16"])
+def test_only_what_keeps_nan_has_keys_whose_numbers_are_nan(kept):
+    for primitive in (*SCORES, *RAGGED, *SELECT):
+        cases = cases_for(Model().implementation(primitive, nan_keys=kept), CPU, "quick")
+        spoiled = {(case.request.kv_layout, case.params.absent) for case in cases if case.params.absent != "none"}
+        numbers = {True: {"index_bf16", "index_fp8"}, False: set()}.get(kept, {"index_bf16"})
+        assert spoiled == {("index_fp8", "nan_scale"), *((layout, "nan") for layout in numbers)}
+
+
+def test_a_row_that_sees_at_most_k_keys_need_not_be_scored():
+    """Unless its scores are asked for. Other rows choose no key of NaN in either case."""
+    model = Model("scores no short row", "leaves NaN")
+    cases = [case for case, said in quick_cases(INDEXER_SELECT) if {"absent_nan", "absent_nan_scale"} & said]
+    status = {case.id: run_case(case, model.indexer_select, torch.device("cpu")).status for case in cases}
+    asked = {case.id: case.params.share != "none" for case in cases}
+    assert {asked[name] for name in status} == {True, False}
+    assert all((found == "failed") == asked[name] for name, found in status.items()), status
 
 
 @pytest.mark.parametrize("primitive", BOTH, ids=str)

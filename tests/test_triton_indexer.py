@@ -288,6 +288,25 @@ def test_e4m3_bytes_are_multiplied_as_they_are_where_matrix_units_take_them(
         assert bind_indexer._numbers(Request(INDEXER_LOGITS, facts, kv_layout=kv, num_heads=heads)).form == expected
 
 
+@pytest.mark.parametrize(
+    ("arch", "converts", "heads", "kept"),
+    [
+        ("sm80", False, 64, False),
+        ("sm89", True, 64, True),
+        ("sm90", True, 8, True),
+        ("sm90", True, 7, False),
+        ("gfx942", False, 1, True),
+    ],
+)
+def test_keys_of_nan_are_declared_as_they_are_decoded(arch: str, converts: bool, heads: int, kept: bool):
+    """In words of two NVIDIA's instructions read NaN as 480; every other form keeps it."""
+    facts = DeviceFacts(vendor="any", name="any", arch=arch, has_fp8_conversion=converts)
+    for primitive in (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT):
+        for kv, expected in (("index_fp8", kept), ("index_bf16", True)):
+            asked = Request(primitive, facts, kv_layout=kv, num_heads=heads)
+            assert SUPPORT[primitive].keeps_nan(asked) is expected
+
+
 def test_a_cache_past_two_to_the_31_elements():
     """Its memory is committed only where it is touched; what a 32-bit offset reads instead is NaN."""
     blocks = 2**31 // (16 * 128) + 3

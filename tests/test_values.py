@@ -238,6 +238,15 @@ def test_reasons_of_a_declaration_against_a_request(declared: dict[str, Any], as
     assert all(reason.remedy for reason in reasons if reason.subject in ("cache_alignment", "uneven_blocks", "batch_invariant"))
 
 
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_nan_keys_is_a_flag_or_a_function(value: Any):
+    with pytest.raises(InvalidArgument, match=r"nan_keys.*True or False, or a function of a Request"):
+        support(nan_keys=value)
+    assert support().keeps_nan(request()) and not support(nan_keys=False).keeps_nan(request())
+    of_heads = support(nan_keys=lambda asked: asked.num_heads == 8)
+    assert of_heads.keeps_nan(request(num_heads=8)) and not of_heads.keeps_nan(request(num_heads=4))
+
+
 @pytest.mark.parametrize("pairs", [((192,),), ((0, 128),), ([192, 128],), (192, 128), [(192, 128)], 192])
 def test_head_dims_are_declared_in_pairs(pairs: Any):
     with pytest.raises(InvalidArgument, match=r"head_dims.*pairs of integers"):

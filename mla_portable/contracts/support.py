@@ -83,6 +83,7 @@ class Support:
         ends_in_order: the last kernel of a call ends after all that is before it in the stream, whatever the input: it is
             launched normally, or starts early and waits for a kernel of which this holds.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
+        nan_keys: of the indexer: a key that holds NaN has no finite score; or whether that is so, as a function of the request.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
     """
 
@@ -118,6 +119,7 @@ class Support:
     graph: bool = True
     ends_in_order: bool = False
     probes_graph: bool = False
+    nan_keys: bool | Callable[[Request], bool] = True
     min_shared_memory: int = 0
     needs_bf16: bool = True
     needs_fp8_conversion: bool = False
@@ -126,6 +128,9 @@ class Support:
         where = "Support"
         check_fields(self, _LIMITS)
         check_alignment(where, self.cache_alignment)
+        if not callable(self.nan_keys) and type(self.nan_keys) is not bool:
+            got = describe(self.nan_keys)
+            raise InvalidArgument(where, "nan_keys", got=got, expected="True or False, or a function of a Request")
         if not self.source:
             raise InvalidArgument(where, "source", got="''", expected="where the limits come from")
         for name, given, allowed in (
@@ -147,6 +152,10 @@ class Support:
     def layouts(self) -> tuple[str, ...]:
         """Names of the cache layouts: `kv_layouts`, or all that are known."""
         return tuple(LAYOUTS) if self.kv_layouts is None else self.kv_layouts
+
+    def keeps_nan(self, request: Request) -> bool:
+        """What `nan_keys` says of a request."""
+        return self.nan_keys(request) if callable(self.nan_keys) else self.nan_keys
 
     def reasons(self, request: Request) -> tuple[Reason, ...]:
         """Every reason why `request` cannot run, device reasons first; empty means supported."""

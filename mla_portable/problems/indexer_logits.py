@@ -16,7 +16,7 @@ from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.primitives import INDEXER_LOGITS
 from mla_portable.problems.base import Problems, one_variant
 from mla_portable.problems.compare import Finding, close, limit_of
-from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_of_request, page_params, scored
+from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_of_request, page_params, scored, written
 from mla_portable.problems.shapes import storages
 from mla_portable.problems.stage import Problem, Stage
 
@@ -34,7 +34,7 @@ def indexer_logits(
     out: Tensor,
 ) -> Tensor:
     """[T, N] float64; of `out` only the shape is looked at."""
-    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, out.shape[1])[0]
+    return written(*scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, out.shape[1]))[0]
 
 
 def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
@@ -42,7 +42,8 @@ def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> I
     out, expected = got["out"].cpu().double(), want["out"]
 
     def symptom(where: tuple[int, ...]) -> tuple[str, str]:
-        bare = (expected != -math.inf) & (out < 0) & (want["weights"] >= 0).all(dim=1, keepdim=True)
+        negative = out.isfinite() & (out < 0) & (expected != -math.inf)  # -inf is a score of NaN, or one left out
+        bare = negative & (want["weights"] >= 0).all(dim=1, keepdim=True)
         hint = " (below 0 though no weight is: it looks as if the ReLU were missing)" if bare.any() else ""
         values = f"the logit of position {where[1]} is {float(out[where]):g}, expected {float(expected[where]):g}"
         return values + hint, f"row {where[0]}"
@@ -61,7 +62,7 @@ class IndexerLogitsParams(PageParams):
     primitive = INDEXER_LOGITS
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! {batch}! tail{tail} starts_{starts} table_{table} {width} "
-        "in{inputs} out{outputs} {blocks} stale{stale}"
+        "in{inputs} out{outputs} {blocks} stale{stale} absent_{absent}"
     )
     width: str = "exact"
 
@@ -71,7 +72,7 @@ class IndexerLogitsParams(PageParams):
         pages = self.pages(seed, stage)
         width = {"exact": pages.longest, "narrow": 3, "wide": pages.capacity + 5}[self.width]
         out = stage.write("out", (pages.args["q"].shape[0], width), torch.float32, strided=self.outputs == "views")
-        expected, terms = scored(**pages.arguments, width=width, share=self.held)
+        expected, terms = written(*scored(**pages.arguments, width=width, share=self.held))
         want = {"out": expected, "terms": terms, "weights": pages.arguments["weights"]}
         judge = partial(findings, format_of(pages.arguments["q"]), want=want)
         return Problem(stage, dict(pages.args), {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)

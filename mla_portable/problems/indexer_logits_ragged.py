@@ -19,7 +19,7 @@ from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.draw import generator
 from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.problems.indexer_logits import findings
-from mla_portable.problems.indexer_pages import SCORES, format_of, query_values, score
+from mla_portable.problems.indexer_pages import SCORES, format_of, query_values, score, spoil, spoiled, written
 from mla_portable.problems.shapes import MANY_ROWS, can_capture, can_hold_many, heads
 from mla_portable.problems.stage import Problem, Stage
 
@@ -35,7 +35,7 @@ def indexer_logits_ragged(
     out: Tensor,
 ) -> Tensor:
     """[T, N] float64; of `out` only the shape is looked at."""
-    return _scored(q, weights, keys, key_scales, row_starts, row_ends)[0]
+    return written(*_scored(q, weights, keys, key_scales, row_starts, row_ends))[0]
 
 
 def _scored(
@@ -63,10 +63,11 @@ class IndexerLogitsRaggedParams(Params):
         ranges: "causal", each token sees one key more than the one before it; "mixed", starts and ends past both ends of the
             keys, empty ranges, single keys; "edges", at the edges of int32.
         inputs, outputs: "packed", or "views" of wider tensors.
+        absent: as of `PageParams`, of all keys.
     """
 
     primitive = INDEXER_LOGITS_RAGGED
-    says = "{kv}! h{heads}! t{tokens}! n{keys}! {ranges} in{inputs} out{outputs}"
+    says = "{kv}! h{heads}! t{tokens}! n{keys}! {ranges} in{inputs} out{outputs} absent_{absent}"
     asks = "kv_layout=kv num_heads=heads"
     kv: str
     heads: int
@@ -75,6 +76,7 @@ class IndexerLogitsRaggedParams(Params):
     ranges: str = "causal"
     inputs: str = "packed"
     outputs: str = "packed"
+    absent: str = "none"
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
@@ -97,12 +99,15 @@ class IndexerLogitsRaggedParams(Params):
             "row_starts": starts.to(torch.int32),
             "row_ends": ends.to(torch.int32),
         }
+        keys, scales = arguments["keys"], arguments["key_scales"]
+        numbers = keys.view(torch.uint8) if layout.is_quantized else keys
+        spoil(self.absent, numbers, None if scales is None else scales.view(torch.uint8).view(-1, 4))
         args = {
             name: value if value is None else stage.read(name, value, strided=apart and name in ("q", "weights", "keys"))
             for name, value in arguments.items()
         }
         out = stage.write("out", (tokens, self.keys), torch.float32, strided=self.outputs == "views")
-        expected, terms = _scored(**arguments)
+        expected, terms = written(*_scored(**arguments))
         want = {"out": expected, "terms": terms, "weights": arguments["weights"]}
         judge = partial(findings, format_of(arguments["q"]), want=want)
         return Problem(stage, args, {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)
@@ -125,6 +130,9 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     if covered and level != "smoke":
         base = IndexerLogitsRaggedParams(kv=axes["kv"][-1], heads=axes["heads"][-1], ranges="mixed")
         yield replace(base, ranges="edges")
+        for kv in axes["kv"]:
+            each = (replace(base, kv=kv, heads=count, tokens=37) for count in (axes["heads"][0], axes["heads"][-1]))
+            yield from spoiled(implementation, facts, *each)
         if can_capture(implementation, facts):
             yield replace(base, run="graph")
     if covered and can_hold_many(facts, level):

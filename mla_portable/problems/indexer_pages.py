@@ -32,6 +32,8 @@ from mla_portable.problems.shapes import (
 from mla_portable.problems.stage import Stage
 
 P = TypeVar("P", bound="PageParams")
+Q = TypeVar("Q", bound=Params)
+_E4M3_NAN: Final = 0x7F
 FEW: Final = 70
 """Tokens of context that are more than one block of 64."""
 _LONG: Final = 9000
@@ -88,6 +90,37 @@ def score(queries: Tensor, factors: Tensor, keys: Tensor) -> tuple[Tensor, Tenso
     return (factors[:, None] * dots.clamp(min=0)).sum(dim=0), (factors.abs()[:, None] * added).sum(dim=0)
 
 
+def written(scores: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores of `score` as indexer_logits writes them, -inf for NaN, and what their sums add, nothing for NaN."""
+    lost = scores.isnan()
+    return scores.masked_fill(lost, -math.inf), terms.masked_fill(lost, 0)
+
+
+def spoil(absent: str, numbers: Tensor, scale_bytes: Tensor | None) -> None:
+    """Write NaN to every fifth of n keys, as `PageParams.absent` says.
+
+    numbers: [n, 128] bf16, or e4m3 as uint8. scale_bytes: [n, 4] uint8 of float32 scales, None where keys have none.
+    """
+    rows = torch.arange(len(numbers))[2::5]
+    if absent == "nan":
+        numbers[rows, rows * 37 % INDEX_HEAD_SIZE] = math.nan if numbers.dtype == torch.bfloat16 else _E4M3_NAN
+    elif absent == "nan_scale" and scale_bytes is not None:
+        scale_bytes[rows] = 0xFF
+
+
+def spoiled(implementation: Implementation, facts: DeviceFacts, *bases: Q) -> Iterator[Q]:
+    """`bases` with keys of NaN: NaN numbers where the implementation declares that it keeps them, NaN scales everywhere.
+
+    What `Support.nan_keys` excepts is no claim, so it has no case. docs/numerics.md, "NaN codes", names the exceptions.
+    """
+    for base in bases:
+        request = base.request(facts)
+        if implementation.support.keeps_nan(request):
+            yield replace(base, absent="nan")
+        if request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized:
+            yield replace(base, absent="nan_scale")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
     """Arguments on the CPU, by name, and where they were placed.
@@ -124,6 +157,7 @@ class PageParams(Params):
         inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided"; of a single request: "pair",
             two that lie apart; "address", four on both sides of element 2**31 of a cache.
         stale: what no request owns holds keys, as it does in an engine, instead of NaN.
+        absent: "none"; "nan", every fifth key of a request has a number that is NaN; "nan_scale", a scale that is NaN.
 
     The cache is a part of a larger one: the blocks before and behind it hold keys, those of others.
     """
@@ -142,6 +176,7 @@ class PageParams(Params):
     outputs: str = "packed"
     blocks: str = "packed"
     stale: bool = False
+    absent: str = "none"
 
     @property
     def held(self) -> ContextShare:
@@ -174,13 +209,14 @@ class PageParams(Params):
         }
         return kinds[self.batch]
 
-    def _store(self, cache: Tensor, block: Tensor, at: Tensor, g: torch.Generator) -> None:
-        """Write random keys to rows `at` [n] of blocks [n] of a cache."""
+    def _store(self, cache: Tensor, block: Tensor, at: Tensor, g: torch.Generator, absent: str = "none") -> None:
+        """Write random keys, some of NaN as `absent` says, to rows `at` [n] of blocks [n] of a cache."""
         layout = LAYOUTS[self.kv]
         keys = torch.randn(len(block), INDEX_HEAD_SIZE, generator=g)
         rows, parts = layout.pack(keys, keys[:, :0], self.scale_format).to(cache.device), layout.parts(cache)
-        widths = [part.shape[2] for part in parts]
-        for part, values in zip(parts, rows.split(widths, dim=1), strict=True):
+        stored = rows.split([part.shape[2] for part in parts], dim=1)
+        spoil(absent, stored[0], stored[1] if len(stored) > 1 else None)
+        for part, values in zip(parts, stored, strict=True):
             part[block.to(cache.device), at.to(cache.device)] = values
 
     def pages(self, seed: int, stage: Stage) -> Pages:
@@ -219,7 +255,7 @@ class PageParams(Params):
             if length <= 0:
                 continue
             position = torch.arange(share.length(min(max(length, 0), columns * block_size * share.size)))
-            self._store(cache, table[request, position // block_size].long(), position % block_size, g)
+            self._store(cache, table[request, position // block_size].long(), position % block_size, g, self.absent)
         num_blocks = cache.shape[0]
         if self.table == "near":
             beside = torch.tensor([num_blocks, -1], dtype=torch.int32)
@@ -297,6 +333,8 @@ def page_params(
         yield replace(base, batch="long", tail=1)
         if (kv, scale_format) in one_storage_each(axes["storage"]):
             yield from (replace(fewest, stale=True), replace(fewest, table="near"))
+            few_rows = (replace(each, batch="decode") for each in (fewest, fewer))
+            yield from spoiled(implementation, facts, *few_rows, replace(fewer, batch="chunk"))
             if can_hold_many(facts, level):
                 yield replace(fewest, batch="crowd")
         if base.block_size >= PAIR_BLOCK:
@@ -325,7 +363,7 @@ def scored(
 ) -> tuple[Tensor, Tensor]:
     """[T, width] float64 on the CPU: the meaning of indexer_logits, token by token and block by block, and what sums add.
 
-    Columns are positions of whole sequences; those of other ranks than that of `share` are -inf.
+    Columns are positions of whole sequences; those of other ranks than that of `share` are -inf. NaN stays NaN: see `written`.
     """
     queries, factors = query_values(q), weights.detach().cpu().double()
     cache, table = index_cache.detach(), block_table.cpu()

@@ -18,7 +18,7 @@ from mla_portable.primitives import INDEXER_SELECT
 from mla_portable.problems.base import Problems
 from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, Tolerance, limit_of
-from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_of_request, page_params, scored
+from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_of_request, page_params, scored, spoiled
 from mla_portable.problems.shapes import accepted, block_sizes, heads, one_storage_each, storages, topks
 from mla_portable.problems.stage import Guarded, Problem, Results, Stage
 
@@ -51,7 +51,10 @@ def indexer_select(
     out: Tensor | None = None,
     scores_out: Tensor | None = None,
 ) -> Tensor:
-    """[T, N] float64: the scores that positions are chosen by, -inf where none may be; N is what the table reaches."""
+    """[T, N] float64: the scores that positions are chosen by, -inf where none may be and NaN where the score is.
+
+    N is what the table reaches.
+    """
     share, width = ContextShare(dcp_size, dcp_rank, interleave), block_table.shape[1] * index_cache.shape[1] * dcp_size
     return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, width, share)[0]
 
@@ -59,11 +62,13 @@ def indexer_select(
 def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
     """out [T, K] against the scores [T, N] in `want`, of sums of the "terms" there.
 
-    order: a row lists as many positions as it must, ascending, then -1; each may be chosen. score: how far the lowest chosen
-    score lies below the highest that was left out, of the row's largest magnitude; of its largest terms for FP8. listed: where
-    `got` has "scores_out" [T, K], how far each is from that of its position, likewise; -inf where there is no position.
+    order: a row lists as many positions as it must, ascending, then -1; each may be chosen (of NaN: `_open_scores`). score: how
+    far the lowest chosen score lies below the highest that was left out, of the row's largest magnitude; of its largest terms
+    for FP8. listed: where `got` has "scores_out" [T, K], how far each is from that of its position, likewise; -inf where there
+    is no position.
     """
-    out, scores = got["out"].cpu().long(), want["out"]
+    out = got["out"].cpu().long()
+    scores = _open_scores(out, want["out"], scored="scores_out" in got)
     topk, open_ = out.shape[1], scores > -math.inf
     count = open_.sum(dim=1).clamp(max=topk)
     named = torch.arange(topk) < count.unsqueeze(1)
@@ -88,7 +93,7 @@ def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> I
     lowest = torch.where(taken, scores, math.inf).amin(dim=1)
     highest = torch.where(open_ & ~taken, scores, -math.inf).amax(dim=1)
     limit = limit_of(TOLERANCES, storage, "score")
-    magnitude = want["terms"] if storage == "fp8" else scores.abs()
+    magnitude = want["terms"].nan_to_num(nan=0.0) if storage == "fp8" else scores.abs()
     size = torch.where(open_, magnitude, 0).amax(dim=1).clamp(min=limit.abs / limit.rel)
     error = ((highest - lowest) / size).clamp(min=0).nan_to_num(nan=0.0)
     worst = int(error.argmax()) if error.numel() else 0
@@ -110,6 +115,20 @@ def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> I
         yield Finding("listed", value, limit.rel, message, "not the score of the position" if message else "", "")
 
 
+def _open_scores(out: Tensor, scores: Tensor, *, scored: bool) -> Tensor:
+    """The scores [T, N] that a choice `out` [T, K] is judged by: NaN is -inf, and so never chosen.
+
+    A row that sees at most K keys need not be scored, unless `scored`: its scores were asked for. If such a row lists a key of
+    NaN, it must list all of its keys: NaN is 0 then.
+    """
+    lost, (rows, width) = scores.isnan(), scores.shape
+    place = torch.where((out >= 0) & (out < width), out, width)
+    listed = torch.zeros(rows, width + 1, dtype=torch.bool).scatter_(1, place, True)[:, :width]
+    seen = (lost | (scores > -math.inf)).sum(dim=1)
+    unscored = (listed & lost).any(dim=1) & (seen <= out.shape[1]) & (not scored)
+    return torch.where(lost, torch.where(unscored, 0.0, -math.inf).unsqueeze(1), scores)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerSelectParams(PageParams):
     """One indexer_select call.
@@ -121,7 +140,7 @@ class IndexerSelectParams(PageParams):
     primitive = INDEXER_SELECT
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! k{topk}! {batch}! share_{share} tail{tail} starts_{starts} "
-        "table_{table} in{inputs} out_{outputs} {blocks} stale{stale}"
+        "table_{table} in{inputs} out_{outputs} {blocks} stale{stale} absent_{absent}"
     )
     asks = f"{PageParams.asks} topk context_parallel=share"
     topk: int
@@ -177,6 +196,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
             base = replace(IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes), heads=fewest)
             yield from (replace(base, share=share, stale=True) for share in ("first_of_3", "first_of_2_by_block"))
             yield replace(base, share="first_of_3", batch="full")
+            yield from spoiled(implementation, facts, replace(base, heads=many, share="first_of_2", batch="chunk"))
 
 
 def _of_request(request: Request) -> IndexerSelectParams:

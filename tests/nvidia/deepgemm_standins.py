@@ -121,8 +121,9 @@ class Build:
 
 
 def score(q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor) -> Tensor:
-    """[n] of q [H, 128], weights [H], keys [n, 128] and scales [n]."""
-    return ((q.float() @ keys.float().T).clamp(min=0) * weights[:, None]).sum(dim=0) * scales
+    """[n] of q [H, 128], weights [H], keys [n, 128] and scales [n]. As `fmaxf` does, the ReLU makes 0 of NaN."""
+    dots = (q.float() @ keys.float().T).clamp(min=0).nan_to_num(nan=0.0)
+    return (dots * weights[:, None]).sum(dim=0) * scales
 
 
 class Bound:

@@ -50,6 +50,7 @@ def test_the_quick_level_passes(name):
         words = suite("sm90", "quick")
         assert {next_n for _, next_n in build.paged_rows} == {1, 2}
     assert {"table_holes", "starts_outside", "overlong", "h32", "h64", "mixed", "amax", "narrow", "wide"} <= words
+    assert "absent_nan_scale" in words and "absent_nan" not in words, "DeepGEMM makes 0 of a number that is NaN"
 
 
 class NativeStandIn(NativeTopkSelect):

@@ -127,7 +127,12 @@ def _convert(variant: str, place: Place, call: convert.ConvertCall, cost: float,
 
 def _indexer(variant: str, place: Place, call: indexer.LogitsCall, cost: float, source: str) -> Provider:
     bind, trial = partial(indexer.bind_indexer_logits, call=call), partial(indexer.indexer_trial, call=call)
-    limits = {"kv_layouts": (INDEX_BF16.name,), "num_heads": (indexer.HEADS,), "block_sizes": indexer.BLOCK_SIZES}
+    limits = {
+        "kv_layouts": (INDEX_BF16.name,),
+        "num_heads": (indexer.HEADS,),
+        "block_sizes": indexer.BLOCK_SIZES,
+        "nan_keys": False,  # not known
+    }
     return Provider(variant, INDEXER_LOGITS, place, cost, source, bind, trial, limits)
 
 

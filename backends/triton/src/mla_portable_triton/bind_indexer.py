@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mla_portable.contracts import Request
 from mla_portable.contracts.share import WHOLE, ContextShare
-from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import (
     TOPK_SELECT,
     IndexerCacheWrite,
@@ -22,7 +21,7 @@ from mla_portable.primitives import (
     TopkSelect,
     bind_part,
 )
-from mla_portable_triton.index_forms import FP8_DECODED, form_of
+from mla_portable_triton.index_forms import BF16, FP8_DECODED, form_of_request
 from mla_portable_triton.support import interpreter_is_on
 from mla_portable_triton.tile_rows import tile_arch
 
@@ -33,10 +32,8 @@ if TYPE_CHECKING:
 def _numbers(request: Request[Any]) -> Numbers:
     from mla_portable_triton.kernels.index_keys import Numbers
 
-    device, hardware = request.device, not interpreter_is_on()
-    quantized = request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized
-    form = form_of(quantized, device.arch, device.has_fp8_conversion, request.num_heads or 1)
-    if quantized and not hardware:
+    device, hardware, form = request.device, not interpreter_is_on(), form_of_request(request)
+    if form != BF16 and not hardware:
         form = FP8_DECODED
     return Numbers(form, hardware, tile_arch(device), device.num_sms)
 

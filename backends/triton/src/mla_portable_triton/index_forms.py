@@ -9,9 +9,12 @@ FP8_DECODED  e4m3 bytes, one by one by integers, into bfloat16, which holds each
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["BF16", "FP8", "FP8_DECODED", "FP8_WORDS", "form_of"]
+from mla_portable.contracts import Request
+from mla_portable.layouts import LAYOUTS
+
+__all__ = ["BF16", "FP8", "FP8_DECODED", "FP8_WORDS", "form_of", "form_of_request"]
 
 BF16: Final = 0
 FP8: Final = 1
@@ -33,3 +36,9 @@ def form_of(quantized: bool, arch: str, has_fp8_conversion: bool, num_heads: int
         return FP8_DECODED
     multiplied = has_fp8_conversion and int(arch.removeprefix("sm")) >= 89 and num_heads >= _FP8_HEADS
     return FP8 if multiplied else FP8_WORDS
+
+
+def form_of_request(request: Request[Any]) -> int:
+    """FORM for a request, on its device and not in Triton's interpreter."""
+    quantized, device = request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized, request.device
+    return form_of(quantized, device.arch, device.has_fp8_conversion, request.num_heads or 1)

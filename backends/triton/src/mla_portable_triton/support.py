@@ -33,6 +33,7 @@ from mla_portable.primitives import (
     SPARSE_PREFILL,
     TOPK_SELECT,
 )
+from mla_portable_triton.index_forms import FP8_WORDS, form_of_request
 
 NAME: Final = "triton.portable"
 _LEAST_TRITON: Final = (2, 1)
@@ -59,7 +60,12 @@ _ATTENTION: Final[dict[str, Any]] = {
     "min_shared_memory": _ATTENTION_SHARED_MEMORY,
     "batch_invariant": True,
 }
-_SCORES: Final[dict[str, Any]] = {"kv_layouts": _INDEX, "max_heads": 128, "min_shared_memory": _ATTENTION_SHARED_MEMORY}
+_SCORES: Final[dict[str, Any]] = {
+    "kv_layouts": _INDEX,
+    "max_heads": 128,
+    "min_shared_memory": _ATTENTION_SHARED_MEMORY,
+    "nan_keys": lambda request: form_of_request(request) != FP8_WORDS,  # which are decoded without a look at NaN codes
+}
 SUPPORT: Final[dict[Primitive, Support]] = {
     CACHE_WRITE: _support("cache_write"),
     CONVERT_INDICES: _support("convert_indices", needs_bf16=False, seq_lens=True, context_parallel=True, ends_in_order=True),

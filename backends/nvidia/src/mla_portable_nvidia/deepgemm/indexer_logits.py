@@ -197,6 +197,7 @@ def deepgemm_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> It
         "archs": ("sm90", "sm100"),
         "kv_layouts": (INDEX_FP8.name,),
         "num_heads": HEADS,
+        "nan_keys": False,  # its ReLU makes 0 of NaN
     }
     yield Implementation(
         NAME,

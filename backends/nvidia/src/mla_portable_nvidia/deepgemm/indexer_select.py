@@ -96,6 +96,7 @@ def select_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iter
             num_heads=HEADS,
             block_sizes=(PAGE,),
             cache_alignment=16,
+            nan_keys=False,  # DeepGEMM's ReLU makes 0 of NaN
         ),
         bind_indexer_select,
         check=partial(deepgemm_reasons, INDEXER_LOGITS),
