@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapters of several libraries share: Triton passes around a kernel, prepared launches, views, predicted times."""
+"""What adapters of several libraries share: Triton passes around a kernel, prepared launches, flat rows, predicted times."""
