@@ -24,15 +24,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "release"))
 
+from claims import uncovered, untested
 from matrix import generated
 from page import benchmark_pages
+from proofs import results_of
+from suite import TodaysSuite
 
-from mla_portable.capability.claims import uncovered, untested
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles
-from mla_portable.capability.proofs import results_of
 from mla_portable.capability.run import runs_in
-from mla_portable.capability.suite import TodaysSuite
 from mla_portable.registry import Registry
 
 CAPABILITY = Path(__file__).parents[1] / "capability"

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from claims import uncovered, untested
 from fake_plugins import implementation, make_plugin
 from machines import PROFILES
 from matrix import generated, matrix_text, page, read_runs
 from matrix import main as write_matrix
+from proofs import Results, proofs_of, results_of
+from suite import LIST, ListedSuite, TodaysSuite, suite_of_release, write_list
 from typer.testing import CliRunner
 
-from mla_portable.capability.claims import uncovered, untested
 from mla_portable.capability.detail import offers_on
 from mla_portable.capability.matrix import Matrix, Proof, States, proven_by_ci, read_matrix
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles, parse_profile, profile_named, profile_of
-from mla_portable.capability.proofs import Results, proofs_of, results_of
 from mla_portable.capability.run import Case, Comparison, Run, new_run, suite_of, write_run
-from mla_portable.capability.suite import LIST, ListedSuite, TodaysSuite, suite_of_release, write_list
 from mla_portable.capability.table import COLUMNS, make_matrix
 from mla_portable.cli.app import app
 from mla_portable.contracts import Implementation, Support
@@ -461,7 +461,7 @@ import json
 from itertools import product
 from pathlib import Path
 from matrix import read_runs
-from mla_portable.capability.suite import TodaysSuite
+from suite import TodaysSuite
 from mla_portable.capability.table import make_matrix
 from mla_portable.capability.profiles import all_profiles
 from mla_portable.contracts import Request

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from proofs import proofs_of, results_of
+from suite import TodaysSuite, suite_of_release
+
 from mla_portable.capability.matrix import CI, DATA, NOT_RUN, UNPUBLISHED, Matrix, Proof, RunLine
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import Profile, all_profiles, profile_of
-from mla_portable.capability.proofs import proofs_of, results_of
 from mla_portable.capability.run import Comparison, Run, runs_in
-from mla_portable.capability.suite import TodaysSuite, suite_of_release
 from mla_portable.capability.table import make_matrix
 from mla_portable.registry import Registry
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from proofs import Results
+from suite import LEVELS, Suite
+
 from mla_portable.capability.profiles import Profile
-from mla_portable.capability.proofs import Results
 from mla_portable.capability.run import name_of
-from mla_portable.capability.suite import LEVELS, Suite
 from mla_portable.contracts import Implementation, Request
 from mla_portable.layouts import LAYOUTS
 from mla_portable.problems import cases_for
