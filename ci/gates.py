@@ -24,15 +24,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "release"))
 
+from claims import uncovered, untested
+from matrix import generated
 from page import benchmark_pages
+from proofs import results_of
+from suite import TodaysSuite
 
-from mla_portable.capability.claims import uncovered, untested
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles
-from mla_portable.capability.proofs import results_of
 from mla_portable.capability.run import runs_in
-from mla_portable.capability.suite import TodaysSuite
-from mla_portable.capability.table import generated
 from mla_portable.registry import Registry
 
 CAPABILITY = Path(__file__).parents[1] / "capability"
@@ -43,15 +43,15 @@ REGISTRY = Registry(environ={}, probe=False, costs="measured")
 def differences() -> list[str]:
     """A paragraph for each file that is not what it should be, with the first lines that differ."""
     found: list[str] = []
-    wanted_files = {path: (text, "mla-portable matrix") for path, text in generated(CAPABILITY, REGISTRY).items()}
-    pages = benchmark_pages(CAPABILITY)
-    wanted_files |= {CAPABILITY.parent / "docs" / name: (text, "ci/release/bench.py page") for name, text in pages.items()}
+    wanted_files = {path: (text, "ci/release/matrix.py") for path, text in generated(CAPABILITY, REGISTRY).items()}
+    pages = {CAPABILITY.parent / "docs" / name: text for name, text in benchmark_pages(CAPABILITY).items()}
+    wanted_files |= {path: (text, "ci/release/bench.py page --write") for path, text in pages.items()}
     for path, (wanted, command) in wanted_files.items():
         there = path.read_text(encoding="utf-8") if path.exists() else ""
         if there != wanted:
             lines = difflib.unified_diff(there.splitlines(), wanted.splitlines(), lineterm="", n=0)
             shown = [line[:160] for line in islice(lines, 2, 14)]
-            found.append("\n".join([f"{path.name} is not what the runs say; run `{command} --write`", *shown]))
+            found.append("\n".join([f"{path.name} is not what the runs say; run `{command}`", *shown]))
     return found
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mla_portable.capability.claims import CI_LIST, proven_by_ci
+from mla_portable.capability.matrix import CI_LIST, proven_by_ci
 from mla_portable.contracts import Implementation
 from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all as nvidia

@@ -31,7 +31,7 @@ import torch
 import triton
 from vllm_gpu.older_ptx import load_native_ptx_instead, load_ptx_instead
 
-from mla_portable.capability.claims import proven_by_ci
+from mla_portable.capability.matrix import proven_by_ci
 from mla_portable.capability.profiles import Profile, all_profiles
 from mla_portable.cli.app import app
 from mla_portable.cli.recording import Recorder, case_of, recorder

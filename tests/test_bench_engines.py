@@ -8,14 +8,14 @@ from pathlib import Path
 
 import bench as release
 import pytest
+from check import check_run
 from engine_tables import engine_tables
 from machines import PROFILES
 from pydantic import ValidationError
+from suite import ListedSuite
 from test_runs import RELEASE, made
 
-from mla_portable.capability.check import check_run
 from mla_portable.capability.run import EngineTime, Run, combined, read_run, run_text, write_run
-from mla_portable.capability.suite import ListedSuite
 
 
 def time(backend: str, us: float, *, quantity: str = "first_token", requests: int = 8, heads: int = 16, kernels: str = ""):

@@ -18,7 +18,7 @@ from engine_kernels import load_file
 from machines import H200
 
 from mla_portable.accelerator import Accelerator
-from mla_portable.capability.claims import proven_by_ci
+from mla_portable.capability.matrix import proven_by_ci
 from mla_portable.conformance import cases_for, run_case, run_suite, runner
 from mla_portable.conformance.poison import poisoned
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, UnknownBackend

@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from claims import uncovered, untested
 from fake_plugins import implementation, make_plugin
 from machines import PROFILES
+from matrix import generated, matrix_text, page, read_runs
+from matrix import main as write_matrix
+from proofs import Results, proofs_of, results_of
+from suite import LIST, ListedSuite, TodaysSuite, suite_of_release, write_list
 from typer.testing import CliRunner
 
-from mla_portable.capability.claims import proven_by_ci, uncovered, untested
 from mla_portable.capability.detail import offers_on
-from mla_portable.capability.matrix import Matrix, Proof, States, matrix_text, page, read_matrix
+from mla_portable.capability.matrix import Matrix, Proof, States, proven_by_ci, read_matrix
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles, parse_profile, profile_named, profile_of
-from mla_portable.capability.proofs import Results, proofs_of, results_of
 from mla_portable.capability.run import Case, Comparison, Run, new_run, suite_of, write_run
-from mla_portable.capability.suite import LIST, ListedSuite, TodaysSuite, suite_of_release, write_list
-from mla_portable.capability.table import COLUMNS, generated, make_matrix
+from mla_portable.capability.table import COLUMNS, make_matrix
 from mla_portable.cli.app import app
 from mla_portable.contracts import Implementation, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
@@ -289,7 +291,7 @@ def test_comparisons_that_failed_are_named_under_the_runs(tmp_path: Path, matrix
     write_run(
         tmp_path / "0.1.0" / "h200-2026-11-20-somebody.json.gz", ran(comparisons=[each.model_dump() for each in compared])
     )
-    (run,) = make_matrix(tmp_path, ACME).runs
+    ((run,), _) = read_runs(tmp_path, ACME, PROFILES)
     assert run.failed_comparisons == ("e 1, s: 1 of 2 of a; `a-y` 0.5",)
 
 
@@ -331,7 +333,22 @@ def test_the_files_are_written_and_read(tmp_path: Path, matrix: Matrix) -> None:
 def test_a_run_of_another_release_or_two_profiles_is_an_error(tmp_path: Path) -> None:
     write_run(tmp_path / "0.2.0" / "run.json.gz", ran(*QUICK))
     with pytest.raises(RecordError, match=r"0\.2\.0/run\.json\.gz: a run of release 0\.1\.0"):
-        make_matrix(tmp_path, ACME)
+        generated(tmp_path, ACME)
+
+
+def test_runs_count_where_the_matrix_was_made_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What users have reads matrix.json alone: of runs without it the error says what makes it."""
+    wanted = ran(*QUICK)
+    write_run(tmp_path / "0.1.0" / "h200-2026-11-20-somebody.json.gz", wanted)
+    words = "h200", "--records", str(tmp_path)
+    said = " ".join(run_command(*words, code=1).split())
+    assert "has runs and no matrix.json; `ci/release/matrix.py --records" in said
+    assert write_matrix(["--records", str(tmp_path)]) == 0 and "matrix.json" in capsys.readouterr().out
+    assert json.loads(run_command(*words, "--json"))["ok"]
+    assert [proof.passed for proof in read_matrix(tmp_path).proofs] == [len(QUICK)]
+    (tmp_path / "0.1.0" / "h200-2026-11-20-somebody.json.gz").rename(tmp_path / "0.1.0" / "nowhere.json.gz")
+    (tmp_path / "0.1.0" / "nowhere.json.gz").write_bytes(b"")
+    assert write_matrix(["--records", str(tmp_path)]) == 1 and "nowhere.json.gz" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- one device
@@ -443,7 +460,8 @@ SAYS = """
 import json
 from itertools import product
 from pathlib import Path
-from mla_portable.capability.suite import TodaysSuite
+from matrix import read_runs
+from suite import TodaysSuite
 from mla_portable.capability.table import make_matrix
 from mla_portable.capability.profiles import all_profiles
 from mla_portable.contracts import Request
@@ -452,12 +470,12 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 
 registry = Registry(environ={}, probe=False, costs="measured")
-matrix = make_matrix(Path("capability"), registry)
-today = TodaysSuite(registry.implementations(), all_profiles(Path("capability")))
+profiles = dict(all_profiles(Path("capability")))
+matrix = make_matrix(Path("capability"), registry, read_runs(Path("capability"), registry, profiles))
+today = TodaysSuite(registry.implementations(), profiles)
 some = (("sparse_decode", "nvidia.native"), ("merge_states", "triton.portable"))
 ids = [case for one in some for case in today.cases(*one, "sm90", "quick")]
 sizes = product(("h200", "h100"), (SPARSE_DECODE, SPARSE_PREFILL), ("bf16", "fp8_ds_mla"), (8, 16, 64, 128), (1, 16, 256))
-profiles = dict(all_profiles(Path("capability")))
 decisions = [
     registry.decide(Request(each, profiles[slug].device_facts(), kv_layout=rows, num_heads=heads, topk=2048, rows=many)).text()
     for slug, each, rows, heads, many in sizes
@@ -472,7 +490,9 @@ def test_an_edit_changes_no_choice_and_needs_no_new_run(copy_of_the_code: Path) 
     """A comment, an error message, the size of a cache, and a new layout: choices, proofs and cases stay as they are."""
     environ = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [copy_of_the_code, *copy_of_the_code.glob("backends/*/src")])),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [copy_of_the_code, *copy_of_the_code.glob("backends/*/src"), ROOT / "ci/release"])
+        ),
     }
 
     def says() -> Any:

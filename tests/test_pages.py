@@ -32,7 +32,7 @@ NOT_RUN = {
     r"^mla-portable run": "half a minute each: ci/main_job",
     r"\bacme\b|^mla-portable explain sparse_prefill": "needs the example plugin: tests/test_example_plugin.py",
     r"^ci/release/bench": "reads a run of the reader's: tests/test_bench_engines.py",
-    r"^git |matrix --write|ci/gates|ci/check_runs": "changes or judges the checkout: ci/gates.py",
+    r"^git |ci/release/matrix|ci/gates|ci/check_runs": "changes or judges the checkout: ci/gates.py",
     r"^ci/lint|^ci/site|^pytest": "is run by .ci/run",
     r"^export ": "sets a variable of the reader's shell",
 }

@@ -13,7 +13,7 @@ import torch
 from engine_kernels import load_file
 from fake_plugins import implementation, make_plugin
 
-from mla_portable.capability.claims import proven_by_ci
+from mla_portable.capability.matrix import proven_by_ci
 from mla_portable.conformance import run_case
 from mla_portable.contracts import Primitive, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_PREFILL

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from check import check_run
 from machines import PROFILES
+from suite import ListedSuite
 
 import mla_portable
 from mla_portable.capability import history, run
-from mla_portable.capability.check import check_run
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.run import Baseline, Case, Comparison, Run, Time, combined, new_run, read_run, run_text, suite_of
-from mla_portable.capability.suite import ListedSuite
 from mla_portable.cli import recording
 from mla_portable.contracts import InvalidArgument
 from mla_portable.registry import Registry

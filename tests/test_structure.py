@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "engine": MIDDLE,
     "sglang": MIDDLE | {"deep_gemm", "engine"},
     "vllm": MIDDLE | {"deep_gemm", "engine"},
-    "capability": LOW | {"primitives", "problems", "registry"},
+    "capability": LOW | {"primitives", "registry"},
     "conformance": MIDDLE,
     "bench": MIDDLE | {"capability", "engine"},
     "cli": MIDDLE | {"bench", "capability", "conformance", "engine", "sglang", "vllm"},

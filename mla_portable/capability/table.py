@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the matrix: what would run on each device by default, whether it is proven there, and how fast it is.
 
-It follows from runs, profiles, declarations and measured costs; `mla-portable matrix --write` writes its files.
+It follows from declarations, measured costs, profiles and what runs prove, which matrix.json of a folder of records says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from mla_portable.capability.claims import proven_by_ci
 from mla_portable.capability.matrix import (
     DATA,
     NOT_RUN,
-    PAGE,
     UNPUBLISHED,
     Cell,
     Device,
@@ -22,14 +20,12 @@ from mla_portable.capability.matrix import (
     Proof,
     RunLine,
     States,
-    matrix_text,
-    page,
+    proven_by_ci,
     read_matrix,
 )
-from mla_portable.capability.profiles import Profile, all_profiles, profile_of
-from mla_portable.capability.proofs import proofs_of, results_of
-from mla_portable.capability.run import SUFFIX, Comparison, Run, runs_in
-from mla_portable.capability.suite import TodaysSuite, suite_of_release
+from mla_portable.capability.model import RecordError
+from mla_portable.capability.profiles import Profile, all_profiles
+from mla_portable.capability.run import SUFFIX
 from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -42,6 +38,8 @@ from mla_portable.primitives import (
 from mla_portable.registry import Registry
 
 _REFERENCE: Final = "reference.torch"
+Recorded = tuple[Sequence[RunLine], Sequence[Proof]]
+"""Runs, in short, and what they prove."""
 
 
 class Column(NamedTuple):
@@ -83,58 +81,17 @@ COLUMNS: Final = (
 )
 
 
-def read_runs(folder: Path, registry: Registry, profiles: Mapping[str, Profile]) -> tuple[list[RunLine], list[Proof]]:
-    """The runs of a folder of records, and what they prove. Raises: RecordError."""
-    runs = list(runs_in(folder))
-    today = TodaysSuite(registry.implementations(), profiles)
-    proofs: list[Proof] = []
-    for each in results_of([run for _, run in runs], profiles):
-        proofs += proofs_of(each, suite_of_release(folder / each.release, today))
-    return [_run_line(path.name, run, profiles) for path, run in runs], proofs
+def make_matrix(folder: Path, registry: Registry | None = None, recorded: Recorded | None = None) -> Matrix:
+    """The matrix of everything that is installed, or of `registry`.
 
-
-def _run_line(file: str, run: Run, profiles: Mapping[str, Profile]) -> RunLine:
-    passed = sum(case.status == "passed" for case in run.cases)
-    judged = [each for each in run.comparisons if each.passed is not None]
-    suites = sorted({f"{each.engine}: {each.suite}" for each in judged})
-    agreed = f"{'; '.join(suites)}: {sum(bool(each.passed) for each in judged)} of {len(judged)}" if judged else ""
-    return RunLine(
-        file=file,
-        release=run.release,
-        device=profile_of(run.device_name, profiles).slug,
-        target=run.target or "",
-        level=run.level,
-        passed=passed,
-        failed=len(run.cases) - passed,
-        times=len(run.times),
-        comparisons=agreed,
-        failed_comparisons=tuple(_failed(judged)),
-        commit=run.commit,
-        dirty=None if run.dirty is None else bool(run.dirty),
-        date=run.date,
-        who=run.who,
-    )
-
-
-def _failed(judged: Sequence[Comparison]) -> Iterator[str]:
-    """For each engine, suite and first word of a name with a comparison that failed: how many, and what the first one found."""
-    groups: dict[tuple[str, str, str], list[Comparison]] = {}
-    for each in judged:
-        groups.setdefault((each.engine, each.suite, each.name.partition("-")[0]), []).append(each)
-    for (engine, suite, name), of_group in groups.items():
-        failed = [each for each in of_group if not each.passed]
-        if failed:
-            first = f"`{failed[0].name}` {failed[0].text}"
-            yield f"{engine}, {suite}: {len(failed)} of {len(of_group)} of {name}; {first}"
-
-
-def make_matrix(folder: Path, registry: Registry | None = None) -> Matrix:
-    """The matrix of a folder of records, and of everything that is installed or of `registry`. Raises: RecordError."""
+    Args:
+        folder: of records; its profiles count beside those that ship. recorded: default: what matrix.json of the folder names,
+            nothing where there is no such file.
+    Raises: RecordError, also where the folder has runs and no matrix.json.
+    """
     registry = registry or Registry(environ={}, probe=False, costs="measured")
     profiles = all_profiles(folder)
-    has_runs = any(folder.glob(f"*/*{SUFFIX}")) or not (folder / DATA).is_file()
-    known = None if has_runs else read_matrix(folder)
-    runs, proofs = (known.runs, known.proofs) if known else read_runs(folder, registry, profiles)
+    runs, proofs = recorded or _recorded(folder)
     devices = sorted((each for each in profiles.values() if each.device_type != "cpu"), key=_order)
     offered = sorted({(each.name, str(each.primitive)) for each in registry.implementations()})
     ci = {entry: archs for entry, archs in proven_by_ci().items() if tuple(entry.split(" / ")) in offered}
@@ -148,6 +105,16 @@ def make_matrix(folder: Path, registry: Registry | None = None) -> Matrix:
         runs=tuple(runs),
         proofs=tuple(proofs),
     )
+
+
+def _recorded(folder: Path) -> Recorded:
+    if (folder / DATA).is_file():
+        known = read_matrix(folder)
+        return known.runs, known.proofs
+    if any(folder.glob(f"*/*{SUFFIX}")):
+        remedy = f"`ci/release/matrix.py --records {folder}` of a checkout of mla_portable makes it of them"
+        raise RecordError(str(folder), f"has runs and no {DATA}; {remedy}")
+    return (), ()
 
 
 def _order(profile: Profile) -> tuple[bool, str, int, str, str]:
@@ -190,9 +157,3 @@ def _cell(requests: Sequence[Request], registry: Registry, states: States, profi
 def would_run(registry: Registry, request: Request) -> str:
     """The implementation that is chosen by default, by declarations and measured costs; "" where nothing can serve."""
     return registry.decide(request, probe=False).chosen or ""
-
-
-def generated(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
-    """Path -> what should stand there."""
-    matrix = make_matrix(folder, registry)
-    return {folder / DATA: matrix_text(matrix), folder / PAGE: page(matrix)}

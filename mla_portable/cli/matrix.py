@@ -15,7 +15,6 @@ from rich.text import Text
 
 from mla_portable.cli.options import JsonOption, profile_by_name
 from mla_portable.cli.output import Output, columns, command, hanging
-from mla_portable.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from mla_portable.capability.detail import Offer
@@ -36,21 +35,14 @@ def matrix(
         typer.Option(
             "--records",
             metavar="DIR",
-            help="Runs in DIR/<release>/*.json.gz and device profiles in DIR/profiles, beside the profiles that ship.",
+            help="The matrix.json of another folder, and device profiles in DIR/profiles, beside those that ship.",
         ),
     ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="In a checkout: write MATRIX.md and matrix.json from the runs.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what runs on which device by default, whether it is verified there, and how fast it is."""
-    with command(as_json=as_json, doing="reading runs") as output:
-        if write:
-            if device is not None:
-                raise InvalidArgument("matrix", "device", got=device, expected="none beside --write, which is of all devices")
-            _write(output, records)
-        elif device is None:
+    with command(as_json=as_json, doing="reading the matrix") as output:
+        if device is None:
             found = read(records)
             if as_json:
                 output.document({"command": "matrix", "ok": True, **found.model_dump(mode="json")})
@@ -61,7 +53,7 @@ def matrix(
 
 
 def read(records: Path | None) -> Matrix:
-    """As it was generated, where that is of the installed plugins; else made of the runs. Raises: RecordError."""
+    """As it was generated, where that is of the installed plugins; else made for these. Raises: RecordError."""
     from mla_portable.capability.matrix import installed_matrix, records_folder
 
     found = installed_matrix() if records is None else None
@@ -70,19 +62,6 @@ def read(records: Path | None) -> Matrix:
 
         found = make_matrix(records_folder(records))
     return found
-
-
-def _write(output: Output, records: Path | None) -> None:
-    from mla_portable.capability.matrix import records_folder
-    from mla_portable.capability.table import generated
-
-    files = generated(records_folder(records))
-    for path, text in files.items():
-        path.write_text(text, encoding="utf-8")
-    names = [path.name for path in files]
-    output.note(f"written: {', '.join(names)}")
-    if output.as_json:
-        output.document({"command": "matrix", "ok": True, "written": names})
 
 
 def _for_a_person(found: Matrix) -> list[RenderableType]:

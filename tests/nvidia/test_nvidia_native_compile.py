@@ -21,7 +21,7 @@ from kept_images import kept_image, kept_listing
 from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
-from mla_portable.capability.claims import proven_by_ci
+from mla_portable.capability.matrix import proven_by_ci
 from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all, native

@@ -12,10 +12,11 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Final
 
+from suite import LEVELS, Suite
+
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import Profile, profile_of
 from mla_portable.capability.run import Case, Run, Time, name_of
-from mla_portable.capability.suite import LEVELS, Suite
 
 _MEMORY: Final = (0.85, 1.05)
 """A driver reports such a share of a device's nominal memory."""

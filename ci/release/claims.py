@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims: what implementations declare, held against runs and against the suite; and what continuous integration proves."""
+"""Claims: what implementations declare, held against runs and against the suite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from pydantic import TypeAdapter, ValidationError
+from proofs import Results
+from suite import LEVELS, Suite
 
-from mla_portable.capability.matrix import records_folder
-from mla_portable.capability.model import RecordError, validation_problems
 from mla_portable.capability.profiles import Profile
-from mla_portable.capability.proofs import Results
 from mla_portable.capability.run import name_of
-from mla_portable.capability.suite import LEVELS, Suite
 from mla_portable.contracts import Implementation, Request
 from mla_portable.layouts import LAYOUTS
 from mla_portable.problems import cases_for
 
-CI_LIST: Final = "ci.json"
-"""Of `capability/`, and of a wheel: what this project's continuous integration proves; `ci/proven.py` holds it against runs."""
 _FEATURES: Final = (
     "lse",
     "attn_sink",
@@ -31,25 +25,6 @@ _FEATURES: Final = (
     "batch_invariant",
     "graph",
 )
-
-
-def proven_by_ci(folder: Path | None = None) -> dict[str, list[str]]:
-    """ "implementation / primitive" -> architectures that continuous integration proves it for, which needs no device.
-
-    They are those that its kernels compile for, and "cpu" where the conformance suite passes there, as it is or in an
-    interpreter. Of implementations that are not in the list nothing is known: a plugin of somebody else, or a new one.
-
-    Args:
-        folder: with the list; that of this project unless said otherwise.
-    Raises: RecordError.
-    """
-    path = (folder or records_folder()) / CI_LIST
-    try:
-        return TypeAdapter(dict[str, list[str]]).validate_json(path.read_bytes(), strict=True)
-    except OSError as error:
-        raise RecordError(str(path), f"cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        raise RecordError(str(path), "; ".join(validation_problems(error)[:8])) from error
 
 
 def uncovered(

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from suite import LEVELS, Suite
+
 from mla_portable.capability.matrix import Proof
 from mla_portable.capability.profiles import Profile, profile_of
 from mla_portable.capability.run import Run, name_of
-from mla_portable.capability.suite import LEVELS, Suite
 
 
 @dataclass(frozen=True, slots=True)
