@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 _AGAIN: Final = 1.0
 """Seconds after a signal within which others count as the same one: `timeout` sends each twice."""
 _WRITE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EPIPE})
@@ -98,7 +97,7 @@ def ended_by_signals() -> Generator[None]:
     """Let SIGINT and SIGTERM end this block in order: what ran is kept, workers are ended.
 
     Such a signal raises a KeyboardInterrupt in the main thread, or behind its `undisturbed` block. Another one, more than a
-    second later, ends the process at once. Signals that the process was started to ignore stay ignored.
+    second later, ends the process at once. Signals that the process was started to ignore, or handles, are left alone.
 
     Raises: SystemExit with 128 + the number of the signal that came (130 for SIGINT, 143 for SIGTERM), whatever was made of
         the KeyboardInterrupt; stderr has a line about it.
@@ -107,11 +106,11 @@ def ended_by_signals() -> Generator[None]:
     _signals = _Signals()
     kept: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # no other may set handlers
-        kept = {each: signal.getsignal(each) for each in _ENDING}
+        found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+        kept = {each: it for each, it in found.items() if it in (signal.SIG_DFL, signal.default_int_handler)}
     try:
-        for number, handler in kept.items():
-            if handler in (signal.SIG_DFL, signal.default_int_handler):
-                signal.signal(number, _signals.handle)
+        for number in kept:
+            signal.signal(number, _signals.handle)
         yield
     except BaseException:
         if not _signals.first:
