@@ -113,7 +113,7 @@ class LayerRegistry:
         return next((found for found in offered if found.name == decision.chosen), None)
 
     def configured(self, implementation: Implementation, request: Request[F]) -> Request[F]:
-        """`request` with the configuration that the user's tuning table has for this implementation."""
+        """`request` with the configuration that files of times have for this implementation."""
         return self._registry.configured(implementation, request)
 
     def times(self, decision: Decision) -> Mapping[int, float]:

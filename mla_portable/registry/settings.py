@@ -2,7 +2,7 @@
 """What a user set, in environment variables and in the files that they name: the one place that reads and checks them.
 
 The core's own variables are listed here; a plugin declares its own. Every other name of the project is an error. What a file
-means is for its owner: `policy` (TOML), `tuned` (JSON).
+means is for its owner: `policy` (TOML), `own_times` (JSON).
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ PREFIX: Final = "MLA_PORTABLE_"
 ENV_BACKEND: Final = "MLA_PORTABLE_BACKEND"
 ENV_DISABLE: Final = "MLA_PORTABLE_DISABLE"
 ENV_POLICY: Final = "MLA_PORTABLE_POLICY"
+ENV_TIMES: Final = "MLA_PORTABLE_TIMES"
 ENV_TUNED: Final = "MLA_PORTABLE_TUNED"
+"""Of release 0.2 and older."""
 MOST_BYTES: Final = 1 << 20
-"""Of a file; a table of tuned configurations has some hundreds of bytes for each."""
+"""Of a file; times of one device have some tens of thousands."""
 _BACKEND_NAME: Final = "the name of a backend or of one of its variants, or auto"
 
 _FIXED: Final = (
     Variable(ENV_BACKEND, _BACKEND_NAME),
     Variable(ENV_DISABLE, "names of backends or of their variants, separated by commas"),
     Variable(ENV_POLICY, "the path of a TOML file"),
-    Variable(ENV_TUNED, "the path of a JSON file"),
+    Variable(ENV_TIMES, "the path of a folder"),
+    Variable(ENV_TUNED, "nothing: it is no longer read"),
     Variable.choice("MLA_PORTABLE_FLASH_MLA_MAX_LOGITS", "on", "off"),
     Variable(PLUGIN_TIMEOUT, "seconds, 0 or more (0: no limit)"),
     Variable.choice("MLA_PORTABLE_SGLANG", "auto", "on", "off"),
