@@ -149,8 +149,8 @@ def test_a_picture_of_another_kind_is_refused(name, tmp_path):
 
 def test_costs_are_the_times_of_one_run():
     words = ["bench", "costs", str(H200)]
-    asked = CliRunner().invoke(app, words)
-    assert asked.exit_code == 2 and "nvidia, triton; name one" in " ".join(asked.output.replace("│", " ").split())
+    everything = parse_times(CliRunner().invoke(app, words).stdout)
+    assert {each.implementation.partition(".")[0] for each in everything.times} == {"nvidia", "triton"}
     text = CliRunner().invoke(app, [*words, "--backend", "triton"]).stdout
     read = parse_times(text)
     found = read.times
@@ -166,6 +166,15 @@ def test_costs_are_the_times_of_one_run():
     assert (measurement.device, measurement.names, measurement.recorded) == ("NVIDIA H200", ("NVIDIA H200",), run.date)
     assert (measurement.release, dict(measurement.versions)["triton"]) == ("0.1.0", "3.6.0")
     assert times_text(found) == text
+
+
+def test_costs_of_a_device_without_a_profile_have_the_name_that_its_driver_reports(tmp_path):
+    run, path, out = read_run(H200), tmp_path / "run.json.gz", tmp_path / "new" / "times.json"
+    write_run(path, run.model_copy(update={"device": {**run.device, "name": "Nobody's GPU"}}))
+    done = CliRunner().invoke(app, ["bench", "costs", str(path), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (measurement,) = {each.measurement for each in parse_times(out.read_text()).times}
+    assert (measurement.device, measurement.names) == ("Nobody's GPU", ("Nobody's GPU",))
 
 
 def test_costs_say_why_there_are_none_and_leave_the_file(tmp_path):

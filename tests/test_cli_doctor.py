@@ -16,6 +16,9 @@ from mla_portable.cli import diagnosis
 from mla_portable.contracts import Implementation, Primitive, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
+from mla_portable.times.adding import add_to_file
+from mla_portable.times.prompts import PromptRecord, PromptTimes
+from mla_portable.times.records import MeasuredTime, Measurement
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -143,16 +146,39 @@ def test_doctor_shows_the_policy_and_where_it_comes_from():
     assert "MLA_PORTABLE_BACKEND" in invoke("doctor", registry=registry).stdout
 
 
-@pytest.mark.parametrize("variable", ["MLA_PORTABLE_TUNED", "XDG_CONFIG_HOME"])
-def test_doctor_reports_a_tuning_table_that_is_ignored(tmp_path, variable):
-    table = tmp_path / "mla-portable" / "tuned.json"
-    table.parent.mkdir()
-    table.write_text('{"schema": 1, "entr')
-    registry = registry_with(environ={variable: str(table if variable == "MLA_PORTABLE_TUNED" else tmp_path)})
+@pytest.mark.parametrize("variable", ["MLA_PORTABLE_TIMES", "XDG_CONFIG_HOME"])
+def test_doctor_names_a_file_of_times_that_is_damaged(tmp_path, variable):
+    folder = tmp_path / "mla-portable" / "times"
+    folder.mkdir(parents=True)
+    (folder / "mine.json").write_text('{"device": "x", "tim')
+    registry = registry_with(environ={variable: str(folder if variable == "MLA_PORTABLE_TIMES" else tmp_path)})
     answer = document("doctor", registry=registry)
     (problem,) = answer["problems"]
-    assert answer["ok"] and not problem["fatal"] and not problem["broken"]
-    assert f"the tuning table {table} is ignored" in problem["what"] and "mla-portable tune" in problem["remedy"]
+    assert answer["ok"] and not problem["fatal"] and not problem["broken"] and answer["times"] == []
+    assert f"{folder / 'mine.json'}: no JSON document" in problem["what"] and "mla-portable bench" in problem["remedy"]
+    assert "none on record for this device" in " ".join(invoke("doctor", registry=registry).stdout.split())
+
+
+def test_doctor_says_which_files_of_times_were_read_for_the_device(tmp_path):
+    facts = registry_with().facts("cpu")
+    here, elsewhere = (Measurement(name, (name,), "2026-11-29") for name in (facts.name, "another"))
+    what = ("reference.torch", "merge_states", None, None, None)
+    times = [MeasuredTime(*what, rows, 2.0, here) for rows in (1, 8)]
+    times += [MeasuredTime(*what, rows, 1.0, here, configuration=(("block", 2),)) for rows in (1, 8)]
+    constants = PromptRecord("reference.torch", 192, 128, 16, PromptTimes(*[1.0] * 11), elsewhere, (facts.vendor,))
+    add_to_file(tmp_path / "here.json", times)
+    add_to_file(tmp_path / "stands-for-it.json", prompts=[constants])
+    add_to_file(tmp_path / "elsewhere.json", [MeasuredTime(*what, 1, 2.0, elsewhere)])
+    registry = registry_with(environ={"MLA_PORTABLE_TIMES": str(tmp_path)}, costs="measured")
+    first, second = document("doctor", registry=registry)["times"]
+    assert first == {
+        "file": str(tmp_path / "here.json"), "owner": "", "device": facts.name, "recorded": "2026-11-29",
+        "times": 2, "configured": 1, "prompts": 0,
+    }  # fmt: skip
+    assert (second["file"], second["device"], second["prompts"]) == (str(tmp_path / "stands-for-it.json"), "another", 1)
+    said = " ".join(invoke("doctor", registry=registry).stdout.split())
+    assert f"{tmp_path / 'here.json'}, your own: 2 times, 1 configured kernels, measured 2026-11-29 on {facts.name}" in said
+    assert "your own: 1 constants of prompts, measured 2026-11-29 on another" in said and "elsewhere.json" not in said
 
 
 def test_doctor_leaves_alone_what_is_disabled():

@@ -423,6 +423,50 @@ def test_the_registry_of_the_process_has_the_costs_that_ship():
         reset_registry()
 
 
+# ---------------------------------------------------------------------- a user's own
+
+
+def with_own(folder: Path, *plugins: Timed) -> Registry:
+    given = [(each.name.partition(".")[0], each) for each in plugins]
+    return Registry(plugins=given, facts={"cuda": H200}, environ={"MLA_PORTABLE_TIMES": str(folder)}, costs="measured")
+
+
+def test_a_user_s_own_times_rank_as_those_that_ship_and_come_first(tmp_path: Path):
+    plugins = Timed("a.v1", 10.0), Timed("b.v1", 20.0)
+    assert with_own(tmp_path, *plugins).decide(request(rows=1)).chosen == "a.v1"
+    older = replace(ON_H200, recorded="2026-01-01")
+    (tmp_path / "mine.json").write_text(times_text(times(("a.v1", FP8, 16, 1, 30.0), measurement=older)))
+    registry = with_own(tmp_path, *plugins)
+    decision = registry.decide(request(rows=1))
+    assert decision.chosen == "b.v1" and "us by rows 1: 30" in decision.text(), "it counts, though what ships is newer"
+    (tmp_path / "mine.json").unlink()
+    assert registry.decide(request(rows=1)).chosen == "b.v1"
+    registry.reload_policy()
+    assert registry.decide(request(rows=1)).chosen == "a.v1"
+
+
+def test_a_device_that_nobody_ships_times_for_is_ranked_by_a_user_s_own(tmp_path: Path):
+    on_a100 = Measurement("mine", (A100.name,), "2026-11-29")
+    rows = times(("a.v1", FP8, 16, 1, 30.0), ("b.v1", FP8, 16, 1, 20.0), measurement=on_a100)
+    (tmp_path / "a100.json").write_text(times_text(rows))
+    plugins = [(name[0], plugin(named(name, preference))) for name, preference in (("a.v1", 10.0), ("b.v1", 20.0))]
+    for environ, chosen in (({}, "a.v1"), ({"MLA_PORTABLE_TIMES": str(tmp_path)}, "b.v1")):
+        registry = Registry(plugins=plugins, facts={"cuda": A100}, environ=environ, costs="measured")
+        assert registry.decide(request(rows=1, device=A100)).chosen == chosen
+        declared = Registry(plugins=plugins, facts={"cuda": A100}, environ=environ)
+        assert declared.decide(request(rows=1, device=A100)).chosen == "a.v1", "only declared costs count there"
+
+
+def test_own_times_of_what_is_not_here_are_left_alone(tmp_path: Path):
+    rows = times(("a.v1", FP8, 16, 1, 30.0), ("gone.v1", FP8, 16, 1, 1.0))
+    (tmp_path / "mine.json").write_text(times_text(rows))
+    registry = with_own(tmp_path, Timed("b.v1", 10.0), Timed("a.v1", 10.0))
+    assert registry.times_problems == ()
+    assert [each.implementation for file in registry.times_files if not file.owner for each in file.times] == ["a.v1"]
+    found = {v.implementation: v.cost for v in registry.decide(request(rows=1)).verdicts}
+    assert found == {"b.v1": 10, "a.v1": 30}, "the fastest on record is one that is here"
+
+
 # ---------------------------------------------------------------------- bad files
 
 ROW = {"implementation": "b.v1", "primitive": "sparse_decode", "layout": FP8, "heads": 16, "topk": 2048, "us": {"1": 5.0}}

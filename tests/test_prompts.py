@@ -491,6 +491,18 @@ def test_any_vendors_kernel_serves_prompts_where_times_for_it_are_on_record(know
     assert declared.prompt_times(declared.decide(asked(MI300X, 16))) is None
 
 
+def test_a_user_s_own_constants_decide_before_those_that_ship(tmp_path: Path):
+    (tmp_path / "mine.json").write_text(
+        times_text(prompts=[PromptRecord("triton.portable", 192, 128, 16, constants(9.0), Measurement(H200.name))])
+    )
+    environ = {"MLA_PORTABLE_TIMES": str(tmp_path), "MLA_PORTABLE_DISABLE": "nvidia"}
+    for facts, heads, own in ((H200, 16, True), (H200, 64, False), (A100, 16, False)):
+        registry = Registry(facts={"cuda": facts}, environ=environ, probe=False, costs="measured")
+        decision = registry.decide(asked(facts, heads))
+        assert decision.chosen == "triton.portable"
+        assert (registry.prompt_times(decision) == constants(9.0)) is own
+
+
 def test_an_engine_leaves_prompts_without_times_to_the_sparse_route_before_it_binds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -26,6 +26,8 @@ from mla_portable.capability.run import Baseline, Case, Comparison, Run, Time, c
 from mla_portable.cli import recording
 from mla_portable.contracts import InvalidArgument
 from mla_portable.registry import Registry
+from mla_portable.times.adding import add_to_file
+from mla_portable.times.records import MeasuredTime, Measurement
 
 ROOT = Path(__file__).parents[1]
 RELEASE = ROOT / "capability" / "0.1.0"
@@ -259,12 +261,18 @@ def test_a_recorder_refuses_before_the_work(tmp_path: Path, monkeypatch: pytest.
         recording.recorder(tmp_path / "file" / "run.json.gz", REGISTRY, CPU)
     with pytest.raises(InvalidArgument, match="which git says"):
         recording.recorder(tmp_path / "new.json.gz", REGISTRY, CPU, commit="f" * 40)
-    table = tmp_path / "tuned.json"
-    monkeypatch.setenv("MLA_PORTABLE_TUNED", str(table))
-    entry = recording.TunedConfigurations(table, {("d", "i", "p", None, None): (("BLOCK", 16),)})
-    monkeypatch.setattr(recording.TunedConfigurations, "read", lambda environ: entry)
-    with pytest.raises(RecordError, match="may configure kernels"):
-        recording.recorder(tmp_path / "new.json.gz", REGISTRY, CPU)
+    times = tmp_path / "times"
+    own = Registry(environ={"MLA_PORTABLE_TIMES": str(times)}, probe=False)
+    what = ("reference.torch", "merge_states", None, None, None, 1, 2.0)
+    for device, refused in (("another", False), (own.facts(CPU).name, True)):
+        origin = Measurement(device, (device,))
+        add_to_file(times / f"{device}.json", [MeasuredTime(*what, origin, configuration=(("BLOCK", 16),))])
+        own.reload_policy()
+        if refused:
+            with pytest.raises(RecordError, match="may configure kernels"):
+                recording.recorder(tmp_path / "new.json.gz", own, CPU)
+        else:
+            recording.recorder(tmp_path / "new.json.gz", own, CPU)
 
 
 def test_without_git_a_commit_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Prog
 from mla_portable.dispatch import current_registry
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
-from mla_portable.registry.tuned import TunedEntry, read_table, write_table
+from mla_portable.times.adding import add_to_file
+from mla_portable.times.files import parse_times
+from mla_portable.times.records import MeasuredTime, Measurement
 from mla_portable_triton import NAME, bind_attention
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config, shared_memory
 from mla_portable_triton.attention_tuning import bound_config, configurations
@@ -35,10 +37,10 @@ CONFIGURATION = {"block_h": 16, "block_n": 64, "num_warps": 8, "num_stages": 1}
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The user's table: none yet, and never that of whoever runs the tests."""
-    path = tmp_path / "tuned.json"
-    monkeypatch.setenv("MLA_PORTABLE_TUNED", str(path))
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's own times: none yet, and never those of whoever runs the tests."""
+    path = tmp_path / "times"
+    monkeypatch.setenv("MLA_PORTABLE_TIMES", str(path))
     return path
 
 
@@ -50,9 +52,10 @@ def configured(request: Request, configuration: dict[str, int]) -> Request:
     return request.but(configuration=tuple(configuration.items()))
 
 
-def entry(request: Request, configuration: dict[str, int]) -> TunedEntry:
+def row(request: Request, configuration: dict[str, int]) -> list[MeasuredTime]:
     heads, layout, name = request.num_heads, request.kv_layout, str(request.primitive)
-    return TunedEntry(request.device.name, NAME, name, layout, heads, configuration, {"1": 1.0}, "2026-11-22T00:00:00Z")
+    origin, named = Measurement(request.device.name, (request.device.name,), "2026-11-22"), tuple(configuration.items())
+    return [MeasuredTime(NAME, name, layout, heads, None, 1, 1.0, origin, configuration=named)]
 
 
 # ---------------------------------------------------------------------- what is tried
@@ -152,19 +155,19 @@ def test_the_estimate_is_what_the_compiler_asks_for_at_most(tmp_path: Path):
 )
 @pytest.mark.parametrize("bind", [bind_attention.bind_sparse_decode, bind_attention.bind_sparse_prefill])
 def test_a_configuration_with_unknown_names_or_values_is_refused(
-    table: Path, bind: Callable[..., object], device: DeviceFacts, changes: dict[str, int], word: str
+    folder: Path, bind: Callable[..., object], device: DeviceFacts, changes: dict[str, int], word: str
 ):
     primitive = DECODE if bind is bind_attention.bind_sparse_decode else PREFILL
     request = request_for(device, primitive=primitive)
     with pytest.raises(InvalidArgument, match=rf"{NAME} / {primitive} on .*{word}"):
         bind(configured(request, CONFIGURATION | changes))
     bind(request)
-    write_table(table, [entry(request, CONFIGURATION | changes)])
-    registry = Registry(facts={"cuda": device}, environ={"MLA_PORTABLE_TUNED": str(table)})
+    add_to_file(folder / "tuned.json", row(request, CONFIGURATION | changes))
+    registry = Registry(facts={"cuda": device}, environ={"MLA_PORTABLE_TIMES": str(folder)})
     (implementation,) = (each for each in registry.implementations(primitive) if each.name == NAME)
     with pytest.raises(InvalidArgument, match=rf"tuned\.json: .*{NAME} / {primitive} on .*{word}.*Run `mla-portable tune`"):
         registry.bind(request, backend=NAME)
-    registry.bind_implementation(implementation, request.but(num_heads=32))  # the table has no entry for 32 heads
+    registry.bind_implementation(implementation, request.but(num_heads=32))  # the file has no row for 32 heads
 
 
 def test_a_row_without_names_is_refused():
@@ -214,7 +217,7 @@ def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("primitive", "layout"), [(DECODE, "fp8_ds_mla"), (PREFILL, "bf16")])
-def test_tune_writes_what_the_next_bind_reads(table: Path, monkeypatch: pytest.MonkeyPatch, primitive: Primitive, layout: str):
+def test_tune_writes_what_the_next_bind_reads(folder: Path, monkeypatch: pytest.MonkeyPatch, primitive: Primitive, layout: str):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     words = ["tune", "--device", device, "--primitive", str(primitive), "--layout", layout, "--backend", NAME]
     sizes = ["--heads", "16", "--rows", "2", "--topk", "64", "--repeat", "2", "--check-rows", "1"]
@@ -224,14 +227,17 @@ def test_tune_writes_what_the_next_bind_reads(table: Path, monkeypatch: pytest.M
     (result,) = json.loads(done.stdout)["results"]
     assert [each["configuration"] for each in result["attempts"]] == configurations(request)
     assert [each["why"] for each in result["attempts"]] == [""] * len(result["attempts"])
-    (written,) = read_table(table)
-    assert written.key == (request.device.name, NAME, str(primitive), layout, 16) and set(written.us) == {"2"}
+    (path,) = folder.glob("*.json")
+    (written,) = parse_times(path.read_text()).times
+    assert (written.implementation, written.primitive, written.layout, written.heads) == (NAME, str(primitive), layout, 16)
+    assert written.measurement.device == request.device.name and written.rows == 2
+    best = dict(written.configuration or ())
     asked = ["explain", str(primitive), "--device", device, "--layout", layout, "--heads", "16", "--backend", NAME]
     current_registry().reload_policy()
     explained = CliRunner().invoke(app, [*asked, "--json"])
-    assert json.loads(explained.stdout)["tuned"] == written.configuration
+    assert json.loads(explained.stdout)["tuned"] == best
     said = CliRunner().invoke(app, asked).stdout
-    assert f"tuned   block_h={written.configuration['block_h']} block_n=" in said and table.name in said
+    assert f"tuned   block_h={best['block_h']} block_n=" in said and path.name in said
     bound: list[dict[str, int]] = []
 
     def recorded(request: Request) -> AttentionConfig:
@@ -240,10 +246,10 @@ def test_tune_writes_what_the_next_bind_reads(table: Path, monkeypatch: pytest.M
         return config
 
     monkeypatch.setattr(bind_attention, "bound_config", recorded)
-    wanted = [written.configuration, *configurations(request)[:2]]  # whichever won, it holds because it is written there
+    wanted = [best, *configurations(request)[:2]]  # whichever won, it holds because it is written there
     for each in wanted:
-        write_table(table, [entry(request, each)])
-        Registry(environ={"MLA_PORTABLE_TUNED": str(table)}, probe=False).bind(request, backend=NAME)
+        add_to_file(path, row(request, each))
+        Registry(environ={"MLA_PORTABLE_TIMES": str(folder)}, probe=False).bind(request, backend=NAME)
     assert bound == wanted
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -35,7 +34,10 @@ from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
-from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
+from mla_portable.registry.own_times import OwnTimes, times_folder, tuned_file
+from mla_portable.times.adding import add_to_file, check_can_add
+from mla_portable.times.configurations import Configurations
+from mla_portable.times.files import parse_times, times_text
 from mla_portable.times.measured import MeasuredCosts
 from mla_portable.times.records import MeasuredTime, Measurement
 
@@ -106,15 +108,18 @@ def test_the_fastest_that_is_right_on_every_size_wins():
     first, _, wrong, failing = result.attempts
     assert list(first.us.values()) == pytest.approx([5000, 5000])
     assert "out[" in wrong.why and failing.why == "RuntimeError: out of resources" and set(failing.us) == {1}
-    entry = result.entry()
-    assert entry is not None and entry.configuration == CONFIGURATIONS[1] and set(entry.us) == {"1", "3"}
+    kept = result.times()
+    assert {each.configuration for each in kept} == {tuple(CONFIGURATIONS[1].items())} and [each.rows for each in kept] == [
+        1,
+        3,
+    ]
 
 
 def test_configurations_are_ranked_as_implementations_are():
     """By one rule: the time that all sizes take together, which a ratio on a small one cannot outweigh."""
     small, large = {1: 1.0, 256: 200.0}, {1: 4.0, 256: 60.0}
     attempts = Attempt({"a": 1}, small), Attempt({"a": 2}, large)
-    result = TuneResult(NAME, "sparse_decode", "bf16", 16, attempts, "a device", "now")
+    result = TuneResult(NAME, "sparse_decode", "bf16", 16, attempts, Measurement("a device"))
     assert math.prod(small.values()) < math.prod(large.values()), "a geometric mean would say otherwise"
     assert result.best is attempts[1] and result.gain == pytest.approx(201 / 64)
     support = Support(source="this test", kv_layouts=("bf16",))
@@ -135,50 +140,51 @@ def test_what_cannot_serve_or_was_not_asked_for_is_not_tuned():
     assert len(run(Plugin(), backends=["acme"])) == 1
 
 
-# ---------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------- the file of times
 
 
-def entry(**changes: Any) -> TunedEntry:
-    values: dict[str, Any] = {
-        "device": H200.name,
-        "implementation": NAME,
-        "primitive": "sparse_decode",
-        "layout": "bf16",
-        "heads": 16,
-        "configuration": {"block_n": 32},
-        "us": {"1": 10.0},
-        "recorded": "2026-11-02T00:00:00Z",
-    }
-    return TunedEntry(**(values | changes))
+def tuned(configuration: Mapping[str, int] | None = None, *, device: str = H200.name, **changes: Any) -> list[MeasuredTime]:
+    """A row as `tune` writes it."""
+    given = {"block_n": 32} if configuration is None else configuration
+    values: dict[str, Any] = {"implementation": NAME, "primitive": "sparse_decode", "layout": "bf16", "heads": 16, "topk": None}
+    origin = Measurement(device, (device,), "2026-11-02")
+    values |= {"rows": 1, "us": 10.0, "measurement": origin, "configuration": tuple(given.items())}
+    return [MeasuredTime(**(values | changes))]
+
+
+def read(path: Path) -> list[MeasuredTime]:
+    found = parse_times(path.read_text())
+    assert found.problems == ()
+    return list(found.times)
 
 
 def request(**changes: Any) -> Request:
     return Request(DECODE, H200, kv_layout="bf16", num_heads=16, topk=2048).but(**changes)
 
 
-def test_an_entry_holds_for_its_requests_alone(tmp_path):
+OFFERED = {(NAME, "sparse_decode")}
+
+
+def test_a_configuration_holds_for_its_requests_alone(tmp_path: Path):
     path = tmp_path / "new" / "tuned.json"
 
-    def tuned(request: Request, name: str = NAME) -> Mapping[str, int] | None:
-        found = TunedConfigurations.read({"MLA_PORTABLE_TUNED": str(path)}).of(name, request)
-        return None if found is None else dict(found)
+    def of(request: Request, name: str = NAME) -> Mapping[str, int] | None:
+        own = OwnTimes.read({"MLA_PORTABLE_TIMES": str(path.parent)}, OFFERED)
+        found = Configurations(own.files).of(name, request)
+        assert own.problems == () and (found is None or found.file == str(path))
+        return None if found is None else dict(found.configuration)
 
-    assert tuned(request()) is None, "no table, no entry"
-    write_table(path, [entry()])
-    write_table(path, [entry(heads=64, configuration={"block_n": 64})])
-    assert tuned(request(rows=7, graph=True)) == {"block_n": 32}
-    assert tuned(request(num_heads=64)) == {"block_n": 64}
+    assert of(request()) is None, "no file, no configuration"
+    add_to_file(path, tuned())
+    add_to_file(path, tuned({"block_n": 64}, heads=64, topk=512))
+    assert of(request(rows=7, graph=True)) == {"block_n": 32}
+    assert of(request(num_heads=64, topk=512)) == {"block_n": 64} and of(request(num_heads=64)) is None
     for other in (request(num_heads=32), request(kv_layout="fp8_ds_mla"), request(primitive=SPARSE_PREFILL)):
-        assert tuned(other) is None
-    assert tuned(request(), "acme.v2") is None
-    write_table(path, [entry(configuration={"block_n": 16})])
-    assert tuned(request()) == {"block_n": 16}
-    assert len(read_table(path)) == 2, "a new entry takes the place of the old one"
-    path.write_text("\ufeff" + path.read_text())
-    assert tuned(request()) == {"block_n": 16}, "an editor may put a byte-order mark in front"
-
-
-WORDS = dict.fromkeys(TunedEntry.__slots__, "x")
+        assert of(other) is None
+    assert of(request(device=CPU)) is None and of(request(), "acme.v2") is None
+    add_to_file(path, [*tuned({"block_n": 16}, rows=1), *tuned({"block_n": 16}, rows=8)])
+    assert of(request()) == {"block_n": 16}
+    assert [each.rows for each in read(path)] == [1, 8, 1], "the new rows take the place of the old one"
 
 
 @pytest.mark.parametrize(
@@ -186,23 +192,23 @@ WORDS = dict.fromkeys(TunedEntry.__slots__, "x")
     [
         "{",
         "[]",
-        '{"schema": 2, "entries": []}',
-        '{"schema": 1, "entries": [{"device": "x"}]}',
-        json.dumps({"schema": 1, "entries": [{**WORDS, "configuration": {"block_n": "32"}}]}),
-        json.dumps({"schema": 1, "entries": [{**WORDS, "configuration": {}, "heads": [16]}]}),
+        '{"device": 5, "times": []}',
+        '{"device": "x", "times": [{"implementation": "acme.v1", "primitive": "sparse_decode", "us": {"1": "2"}}]}',
         "[" * 100_000,
         " " * (1 << 20) + "{}",
         "",
-        '{"schema": 1, "entr',
+        '{"device": "x", "tim',
     ],
-    ids=range(10),
+    ids=range(8),
 )
-def test_a_file_that_is_no_table_is_ignored_and_said_once(tmp_path, caplog, text):
-    """Whether it is named or at the default path: a table makes kernels faster, and no process fails for want of one."""
-    path = tmp_path / "mla-portable" / "tuned.json"
-    path.parent.mkdir()
-    for environ in ({"MLA_PORTABLE_TUNED": str(path)}, {"XDG_CONFIG_HOME": str(tmp_path)}):
-        path.write_text(text)
+def test_a_file_that_is_damaged_is_ignored_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str):
+    """Whether its folder is named or the default one: times are hints, and no process fails for want of one."""
+    folder = tmp_path / "mla-portable" / "times"
+    folder.mkdir(parents=True)
+    bad, good = folder / "bad.json", folder / "good.json"
+    add_to_file(good, tuned(CONFIGURATIONS[1], device=CPU.name))
+    for environ in ({"MLA_PORTABLE_TIMES": str(folder)}, {"XDG_CONFIG_HOME": str(tmp_path)}):
+        bad.write_text(text)
         caplog.clear()
         plugin = Plugin()
         registry = Registry(plugins=[("acme", plugin)], facts={"cpu": CPU}, environ=environ)
@@ -211,28 +217,38 @@ def test_a_file_that_is_no_table_is_ignored_and_said_once(tmp_path, caplog, text
             registry.reload_policy()
             assert registry.decide(asked).chosen == NAME and registry.policy is not None
             registry.bind(asked)
-        assert plugin.bound_with == [CONFIGURATIONS[0]] * 2
-        (said,) = (record for record in caplog.records if "tuning table" in record.getMessage())
-        assert said.levelname == "WARNING" and str(path) in said.getMessage() and "delete the file" in said.getMessage()
-        assert registry.tuned_problem in said.getMessage() and registry.tuned_problem
-        path.unlink()
+        assert plugin.bound_with == [CONFIGURATIONS[1]] * 2, "the other file counts"
+        (said,) = (record for record in caplog.records if str(bad) in record.getMessage())
+        assert said.levelname == "WARNING" and "correct or delete it" in said.getMessage()
+        assert [problem for problem in registry.times_problems if str(bad) in problem]
+        bad.unlink()
         registry.reload_policy()
-        assert registry.tuned_problem == ""
+        assert registry.times_problems == ()
+
+
+def test_what_cannot_be_read_at_all_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "latin.json").write_bytes(b'{"device": "\xe9"}')
+    registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ={"MLA_PORTABLE_TIMES": str(tmp_path)})
+    assert registry.decide(request(device=CPU)).chosen == NAME
+    folder, latin = registry.times_problems
+    assert "folder.json: " in folder and "not a regular file" in folder and "latin.json: " in latin
 
 
 def unreadable(tmp_path: Path) -> dict[str, dict[str, str]]:
-    """Environments whose table cannot be read, whoever runs the tests."""
+    """Environments whose folder cannot be read, whoever runs the tests."""
     (tmp_path / "file").write_text("")
-    (tmp_path / "folder" / "mla-portable" / "tuned.json").mkdir(parents=True)
+    (tmp_path / "config" / "mla-portable").mkdir(parents=True)
+    (tmp_path / "config" / "mla-portable" / "times").write_text("")
     return {
         "HOME is no directory": {"HOME": "/dev/null"},
         "no HOME": {},
         "a file in the way": {"XDG_CONFIG_HOME": str(tmp_path / "file")},
-        "a directory": {"XDG_CONFIG_HOME": str(tmp_path / "folder")},
+        "a file": {"XDG_CONFIG_HOME": str(tmp_path / "config")},
     }
 
 
-def test_a_default_table_that_cannot_be_read_is_no_table(tmp_path, caplog):
+def test_a_default_folder_that_cannot_be_read_holds_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     for what, environ in unreadable(tmp_path).items():
         caplog.clear()
@@ -241,55 +257,68 @@ def test_a_default_table_that_cannot_be_read_is_no_table(tmp_path, caplog):
         asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=2, topk=16)
         assert registry.decide(asked).chosen == NAME, what
         registry.bind(asked)
-        levels = [r.levelname for r in caplog.records if "no tuning table" in r.getMessage()]
-        assert levels == (["INFO"] if environ else []), what
+        levels = [r.levelname for r in caplog.records if "no times of your own" in r.getMessage()]
+        assert levels == (["INFO"] if environ else []) and registry.times_problems == (), what
         assert plugin.bound_with[-1] == CONFIGURATIONS[0]
 
 
-def test_a_named_table_that_cannot_be_read_is_ignored_and_said(tmp_path, caplog):
-    paths = [tmp_path, tmp_path / "file" / "tuned.json", tmp_path / "fifo", Path("nul\0")]
-    paths[1].parent.write_text("")
-    os.mkfifo(paths[2])
-    for path in paths:
-        caplog.clear()
-        registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ={"MLA_PORTABLE_TUNED": str(path)})
-        assert registry.decide(request(device=CPU)).chosen == NAME
-        assert f"the tuning table {path} is ignored" in caplog.text and str(path) in registry.tuned_problem
-    missing = {"MLA_PORTABLE_TUNED": str(tmp_path / "new.json")}
+def test_a_named_folder_that_cannot_be_read_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "file"
+    path.write_text("")
+    registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ={"MLA_PORTABLE_TIMES": str(path)})
+    assert registry.decide(request(device=CPU)).chosen == NAME
+    (problem,) = registry.times_problems
+    assert str(path) in problem and problem in caplog.text
+    missing = {"MLA_PORTABLE_TIMES": str(tmp_path / "new")}
     registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ=missing)
     assert registry.decide(request(device=CPU)).chosen == NAME, "tune is going to write it"
-    assert "does not exist" in caplog.text and registry.tuned_problem == ""
+    assert "does not exist" in caplog.text and registry.times_problems == ()
 
 
-def test_a_write_that_is_interrupted_leaves_the_table_as_it_was(tmp_path, monkeypatch):
+def test_tables_of_older_releases_are_said_with_the_remedy(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    old = json.dumps({"schema": 1, "entries": [{"device": "x", "implementation": NAME}]})
+    for path in (tmp_path / "mla-portable" / "tuned.json", tmp_path / "mla-portable" / "times" / "tuned.json"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(old)
+    environ = {"XDG_CONFIG_HOME": str(tmp_path), "MLA_PORTABLE_TUNED": "/x/tuned.json"}
+    registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ=environ)
+    assert registry.decide(request(device=CPU)).chosen == NAME
+    variable, default, inside = registry.times_problems
+    assert "MLA_PORTABLE_TUNED is no longer read" in variable and "MLA_PORTABLE_TIMES" in variable
+    for problem, where in ((default, "mla-portable/tuned.json"), (inside, "times/tuned.json")):
+        assert f"{where}: a tuning table of release 0.2 or older" in problem and "run `mla-portable tune` again" in problem
+        assert problem in caplog.text
+
+
+def test_a_write_that_is_interrupted_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "tuned.json"
-    write_table(path, [entry()])
+    add_to_file(path, tuned())
 
     def interrupted(file: int) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os.fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_table(path, [entry(heads=64)])
-    assert read_table(path) == (entry(),)
+        add_to_file(path, tuned(heads=64))
+    assert read(path) == tuned()
     assert {each.name for each in tmp_path.iterdir()} == {"tuned.json", "tuned.json.lock"}
 
 
 WRITER = """
 import sys
-from dataclasses import replace
 from pathlib import Path
-from mla_portable.registry.tuned import TunedEntry, write_table
+from mla_portable.times.adding import add_to_file
+from mla_portable.times.records import MeasuredTime, Measurement
 path, first = Path(sys.argv[1]), int(sys.argv[2])
-entry = TunedEntry("a device", "acme.v1", "sparse_decode", "bf16", 0, {"block_n": 32}, {"1": 2.0}, "now")
+what, origin = ("acme.v1", "sparse_decode", "bf16"), Measurement("a device")
 print("ready", flush=True)
 sys.stdin.readline()
 for heads in range(first, first + 20):
-    write_table(path, [replace(entry, heads=heads)])
+    add_to_file(path, [MeasuredTime(*what, heads + 1, None, 1, 2.0, origin, configuration=(("block_n", 32),))])
 """
 
 
-def test_processes_that_tune_at_once_keep_the_entries_of_all(tmp_path):
+def test_processes_that_tune_at_once_keep_the_rows_of_all(tmp_path: Path):
     path = tmp_path / "tuned.json"
     options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(20 * k)], **options) for k in range(2)]
@@ -300,27 +329,61 @@ def test_processes_that_tune_at_once_keep_the_entries_of_all(tmp_path):
         each.stdin.write("\n")
         each.stdin.flush()
     while any(each.poll() is None for each in writers):
-        assert all(type(each.heads) is int for each in read_table(path)), "whoever reads meanwhile sees a whole table"
+        if path.exists():
+            assert read(path), "whoever reads meanwhile sees a whole file"
     assert [each.wait() for each in writers] == [0, 0]
-    assert {each.heads for each in read_table(path)} == set(range(40))
+    assert {each.heads for each in read(path)} == set(range(1, 41))
 
 
-def test_a_file_system_without_locks_is_written_to_and_said(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_is_written_to_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     def flock(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    write_table(tmp_path / "tuned.json", [entry()])
-    assert read_table(tmp_path / "tuned.json") == (entry(),) and "No locks available" in caplog.text
+    add_to_file(tmp_path / "tuned.json", tuned())
+    assert read(tmp_path / "tuned.json") == tuned() and "No locks available" in caplog.text
 
 
-def test_what_a_link_leads_to_is_written(tmp_path):
+def test_what_a_link_leads_to_is_written(tmp_path: Path):
     path, target = tmp_path / "tuned.json", tmp_path / "kept" / "tuned.json"
-    target.parent.mkdir()
-    target.write_text('{"schema": 1, "entries": []}')
+    add_to_file(target, tuned(heads=64))
     path.symlink_to(target)
-    write_table(path, [entry()])
-    assert path.is_symlink() and read_table(target) == (entry(),)
+    add_to_file(path, tuned())
+    assert path.is_symlink() and read(target) == [*tuned(), *tuned(heads=64)]
+
+
+def test_a_file_is_of_one_device(tmp_path: Path):
+    path = tmp_path / "h200.json"
+    add_to_file(path, tuned())
+    check_can_add("tune", path, H200.name)
+    check_can_add("tune", tmp_path / "new.json", CPU.name)
+    with pytest.raises(
+        InvalidArgument, match=rf"h200\.json: got times of {H200.name}, expected times of {CPU.name}: a file is of one"
+    ):
+        check_can_add("tune", path, CPU.name)
+
+
+def test_what_is_added_takes_the_name_and_the_place_that_the_file_has(tmp_path: Path):
+    path = tmp_path / "h200.json"
+    origin = Measurement("H200 of the lab", ("NVIDIA H200*",), "2026-11-02", "0.1.0")
+    add_to_file(path, tuned(measurement=origin))
+    add_to_file(path, tuned({"block_n": 16}))
+    (row,) = read(path)
+    assert (row.measurement.device, row.measurement.names) == (origin.device, origin.names)
+    assert row.configuration == (("block_n", 16),) and row.measurement.recorded == "2026-11-02"
+
+
+def test_of_a_damaged_file_the_good_rows_stay_and_the_rest_is_kept_beside_it(tmp_path: Path):
+    path = tmp_path / "h200.json"
+    add_to_file(path, tuned(heads=64))
+    document = json.loads(path.read_text())
+    document["times"].append({"implementation": "b.v1"})
+    path.write_text(text := json.dumps(document))
+    kept = add_to_file(path, tuned())
+    assert kept == tmp_path / "h200.json.damaged" and kept.read_text() == text
+    assert read(path) == [*tuned(), *tuned(heads=64)]
 
 
 @pytest.mark.parametrize(
@@ -331,14 +394,14 @@ def test_what_a_link_leads_to_is_written(tmp_path):
 def test_a_tuned_configuration_is_probed_as_it_will_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, configuration: dict[str, int], why: str
 ):
-    """A kernel that is right as shipped and not as the table has it runs as shipped, and that is said once."""
+    """A kernel that is right as shipped and not as a file of times has it runs as shipped, and that is said once."""
     path, plugin = tmp_path / "tuned.json", Plugin()
-    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TUNED": str(path)})
+    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TIMES": str(tmp_path)})
     asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=16, topk=16)
-    write_table(path, [entry(device=asked.device.name, configuration=configuration)])
+    add_to_file(path, tuned(configuration, device=asked.device.name))
     registry.reload_policy()
     implementation, decision = registry.select(asked)
-    assert decision.chosen == NAME and decision.verdicts[0].reasons == (), "a table is no reason against a kernel"
+    assert decision.chosen == NAME and decision.verdicts[0].reasons == (), "a file of times is no reason against a kernel"
     bound = registry.bind(asked)
     assert plugin.bound_with[-1] == CONFIGURATIONS[0] and registry.configured(implementation, asked) == asked
     for again in (asked.but(rows=7), asked.but(lse=True)):
@@ -356,9 +419,9 @@ def test_a_tuned_configuration_is_probed_as_it_will_run(
 
 def test_a_tuned_configuration_that_is_right_is_bound_after_its_probe(tmp_path: Path):
     path, plugin = tmp_path / "tuned.json", Plugin()
-    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TUNED": str(path)})
+    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TIMES": str(tmp_path)})
     asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=16, topk=16)
-    write_table(path, [entry(device=asked.device.name, configuration=CONFIGURATIONS[1])])
+    add_to_file(path, tuned(CONFIGURATIONS[1], device=asked.device.name))
     registry.reload_policy()
     registry.bind(asked)
     assert plugin.bound_with == [CONFIGURATIONS[1]] * 2, "once for the probe, once for the call, never as shipped"
@@ -367,25 +430,28 @@ def test_a_tuned_configuration_that_is_right_is_bound_after_its_probe(tmp_path: 
 def test_a_configuration_that_the_implementation_refuses_names_the_file(tmp_path):
     path = tmp_path / "tuned.json"
     plugin = Plugin()
-    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TUNED": str(path)}, probe=False)
+    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TIMES": str(tmp_path)}, probe=False)
     asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=16, topk=16)
-    write_table(path, [entry(device=asked.device.name, configuration={"delya": 0})])
+    add_to_file(path, tuned({"delya": 0}, device=asked.device.name))
     registry.reload_policy()
-    assert registry.decide(asked).chosen == NAME, "a table is no reason against a kernel"
+    assert registry.decide(asked).chosen == NAME, "a file of times is no reason against a kernel"
     with pytest.raises(InvalidArgument, match=r"tuned\.json: got for acme\.v1 / sparse_decode: .*delya.*tune` again"):
         registry.bind(asked)
     assert registry.bind(asked.but(num_heads=2)) is not None
 
 
-def test_where_the_table_is():
-    assert table_path({"MLA_PORTABLE_TUNED": "/x/y.json", "XDG_CONFIG_HOME": "/home"}) == Path("/x/y.json")
-    assert table_path({"XDG_CONFIG_HOME": "/home"}) == Path("/home/mla-portable/tuned.json")
-    assert table_path({"MLA_PORTABLE_TUNED": " ", "HOME": "/me"}) == Path("/me/.config/mla-portable/tuned.json")
-    assert table_path({"MLA_PORTABLE_TUNED": "~/y.json"}) == Path.home() / "y.json"
+def test_where_the_files_are():
+    assert times_folder({"MLA_PORTABLE_TIMES": "/x/y", "XDG_CONFIG_HOME": "/home"}) == Path("/x/y")
+    assert times_folder({"XDG_CONFIG_HOME": "/home"}) == Path("/home/mla-portable/times")
+    assert times_folder({"MLA_PORTABLE_TIMES": " ", "HOME": "/me"}) == Path("/me/.config/mla-portable/times")
+    assert times_folder({"MLA_PORTABLE_TIMES": "~/y"}) == Path.home() / "y"
     both = {"XDG_CONFIG_HOME": "/config", "HOME": "/me"}
-    assert table_path(both) == Path("/config/mla-portable/tuned.json")
-    assert table_path(both | {"XDG_CONFIG_HOME": " "}) == Path("/me/.config/mla-portable/tuned.json")
-    assert table_path({}) is None
+    assert times_folder(both) == Path("/config/mla-portable/times")
+    assert times_folder(both | {"XDG_CONFIG_HOME": " "}) == Path("/me/.config/mla-portable/times")
+    assert times_folder({}) is None
+    folder = Path("/x")
+    assert tuned_file(folder, "NVIDIA A100-SXM4-80GB") == folder / "tuned-nvidia-a100-sxm4-80gb.json"
+    assert tuned_file(folder, "../../天") == folder / "tuned-device.json"
 
 
 # ---------------------------------------------------------------------- the command
@@ -393,7 +459,7 @@ def test_where_the_table_is():
 
 def command(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str, plugin: Plugin | None = None, code: int = 0) -> str:
     plugin = plugin or Plugin()
-    monkeypatch.setenv("MLA_PORTABLE_TUNED", str(path))
+    monkeypatch.setenv("MLA_PORTABLE_TIMES", str(path))
     registry: Registry = registry_with(("acme", plugin), probe=False)
     with serving(registry):
         done = CliRunner().invoke(app, ["tune", "--device", "cpu", "--heads", "2", "--rows", "1,3", "--repeat", "2", *words])
@@ -402,36 +468,44 @@ def command(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str, plugin: Pl
 
 
 def test_tuning_changes_what_is_bound(monkeypatch, tmp_path):
-    path = tmp_path / "tuned.json"
-    assert "speed-up over default" in command(monkeypatch, path)
-    assert [each.configuration for each in read_table(path)] == [CONFIGURATIONS[1]]
+    assert "speed-up over default" in command(monkeypatch, tmp_path / "new")
+    (path,) = (tmp_path / "new").glob("*.json")
+    assert {each.configuration for each in read(path)} == {tuple(CONFIGURATIONS[1].items())}
     plugin = Plugin()
-    registry = registry_with(("acme", plugin), probe=False, environ={"MLA_PORTABLE_TUNED": str(path)})
+    registry = registry_with(("acme", plugin), probe=False, environ={"MLA_PORTABLE_TIMES": str(path.parent)})
     for heads in (2, 4):
         registry.bind(Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=heads, topk=16))
     assert plugin.bound_with == [CONFIGURATIONS[1], CONFIGURATIONS[0]], "four heads were not tuned"
 
 
 def test_the_command_as_json_and_its_exit_codes(monkeypatch, tmp_path):
-    path = tmp_path / "tuned.json"
+    path = tmp_path / "times"
     answer = json.loads(command(monkeypatch, path, "--json"))
-    assert answer["ok"] and answer["table"] == str(path) and len(answer["results"][0]["attempts"]) == 4
+    assert (
+        answer["ok"]
+        and Path(answer["file"]).parent == path
+        and Path(answer["file"]).exists()
+        and len(answer["results"][0]["attempts"]) == 4
+    )
     assert answer["entries"][0]["configuration"] == CONFIGURATIONS[1]
     other = tmp_path / "other.json"
     text = command(monkeypatch, path, "--out", str(other), plugin=Plugin(CONFIGURATIONS[2:3]), code=1)
     assert "WRONG  acme.v1 / sparse_decode bf16 2 delay=0 wrong=1" in text and not other.exists()
     assert "no tunable kernel supports this device" in command(monkeypatch, path, plugin=Plugin(max_heads=1), code=1)
-    command(monkeypatch, tmp_path, code=2)
+    other.write_text(times_text(tuned()))
+    command(monkeypatch, path, "--out", str(other), code=2)
+    (tmp_path / "file").write_text("")
+    command(monkeypatch, tmp_path / "file", code=2)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"schema": 2, "entries": []}'])
-def test_the_command_writes_a_fresh_table_in_the_place_of_a_file_that_is_none(monkeypatch, tmp_path, text):
-    path = tmp_path / "tuned.json"
+@pytest.mark.parametrize("text", ["", "{", '{"schema": 1, "entries": []}'])
+def test_the_command_writes_a_fresh_file_in_the_place_of_one_that_cannot_be_used(monkeypatch, tmp_path, text):
+    path = tmp_path / "mine.json"
     path.write_text(text)
-    monkeypatch.setenv("MLA_PORTABLE_TUNED", str(path))
     with serving(registry_with(("acme", Plugin()), probe=False)):
-        done = CliRunner().invoke(app, ["tune", "--device", "cpu", "--heads", "2", "--rows", "1", "--repeat", "2"])
+        words = ["tune", "--device", "cpu", "--heads", "2", "--rows", "1", "--repeat", "2", "--out", str(path)]
+        done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output + repr(done.exception)
-    assert [each.configuration for each in read_table(path)] == [CONFIGURATIONS[1]]
-    assert "was no table: a fresh one was written" in done.stderr.replace("\n", " ")
-    assert (tmp_path / "tuned.json.damaged").read_text() == text, "entries that someone wrote by hand are not lost"
+    assert [each.configuration for each in read(path)] == [tuple(CONFIGURATIONS[1].items())]
+    assert "could not be used as a whole" in " ".join(done.stderr.split())
+    assert (tmp_path / "mine.json.damaged").read_text() == text, "what someone wrote by hand is not lost"

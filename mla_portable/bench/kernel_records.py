@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from mla_portable.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.bench.timing import Timing
-from mla_portable.capability.profiles import Profile, profile_of
+from mla_portable.capability.profiles import Profile
 from mla_portable.capability.run import Baseline, Run, Time
 from mla_portable.times.records import MeasuredTime, Measurement
 
@@ -103,14 +103,14 @@ def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | Non
     Left out: times with an overlap, and those of disturbed problems.
 
     Args:
-        backend: whose; None for all.
-    Raises: RecordError for a device without a profile.
+        profiles: the device is called as its profile, where there is one. backend: whose; None for all.
     """
-    profile = profile_of(run.device_name, profiles)
+    names = [profile.name for profile in profiles.values() if profile.matches(run.device_name)]
     versions = tuple(
         sorted((name, version) for name, version in run.versions.items() if name not in ("python", "mla_portable"))
     )
-    measurement = Measurement(profile.name, (run.device_name,), run.date, run.release, versions)
+    device = names[0] if len(names) == 1 else run.device_name
+    measurement = Measurement(device, (run.device_name,), run.date, run.release, versions)
     found: dict[tuple[Any, ...], MeasuredTime] = {}
     disturbed = run.disturbed
     for time in sorted(run.times, key=lambda time: time.width):

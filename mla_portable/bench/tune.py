@@ -6,17 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 
 import torch
 
 from mla_portable.bench.candidates import Candidate, prepared
 from mla_portable.bench.kernels import Progress, time_candidates
+from mla_portable.bench.origin import measured_here
 from mla_portable.contracts import Implementation, Tunable
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.registry import Registry
-from mla_portable.registry.tuned import TunedEntry
+from mla_portable.times.records import MeasuredTime, Measurement
 from mla_portable.times.rows import time_spent
 
 Configuration = Mapping[str, int]
@@ -41,7 +41,7 @@ class TuneResult:
     """What was found for one implementation and one kind of request.
 
     Attributes:
-        attempts: the first is the configuration that holds without tuning. device, recorded: where and when.
+        attempts: the first is the configuration that holds without tuning. measurement: where, when and with what.
     """
 
     implementation: str
@@ -49,8 +49,7 @@ class TuneResult:
     layout: str | None
     heads: int | None
     attempts: tuple[Attempt, ...]
-    device: str
-    recorded: str
+    measurement: Measurement
 
     @property
     def best(self) -> Attempt | None:
@@ -64,14 +63,17 @@ class TuneResult:
         best, first = self.best, self.attempts[0].score
         return None if best is None or math.isinf(first) else first / best.score
 
-    def entry(self) -> TunedEntry | None:
-        """For the user's table; None where nothing was right."""
+    def times(self) -> list[MeasuredTime]:
+        """Of the best configuration, for a file of times; none where nothing was right."""
         best = self.best
         if best is None:
-            return None
-        us = {str(rows): round(us, 2) for rows, us in sorted(best.us.items())}
-        what = (self.device, self.implementation, self.primitive, self.layout, self.heads)
-        return TunedEntry(*what, configuration=dict(best.configuration), us=us, recorded=self.recorded)
+            return []
+        what = self.implementation, self.primitive, self.layout, self.heads, None
+        configuration = tuple(best.configuration.items())
+        return [
+            MeasuredTime(*what, rows, round(us, 2), self.measurement, configuration=configuration)
+            for rows, us in sorted(best.us.items())
+        ]
 
 
 def tune(
@@ -93,7 +95,7 @@ def tune(
     Raises: errors that leave the device unusable.
     """
     facts = registry.facts(device)
-    recorded = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    measurement = measured_here(facts)
     workshop = Workshop(device, facts, seed=seed, check_rows=check_rows)
     offered = {(each.name, each.primitive): each for each in registry.implementations()}
     groups: dict[tuple[str, str | None, int | None], list[KernelCase]] = {}
@@ -113,7 +115,7 @@ def tune(
                 problems = map(workshop.make, sizes)
                 attempts = _attempts(tunable, implementation, problems, registry, device, repeat)
                 if attempts:
-                    found.append(TuneResult(implementation.name, *group, attempts, facts.name, recorded))
+                    found.append(TuneResult(implementation.name, *group, attempts, measurement))
     return found
 
 

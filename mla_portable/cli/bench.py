@@ -22,7 +22,10 @@ EXAMPLES = {
         "bench kernels --backend triton --all --out run.json.gz",
     ),
     "prompts": ("bench prompts --heads 16,128", "bench prompts --layout bf16 --head-dims 192,64,256"),
-    "costs": ("bench costs run.json.gz --backend nvidia", "bench costs run.json.gz --out costs/mydevice.json"),
+    "costs": (
+        "bench costs run.json.gz --backend nvidia --out costs/mydevice.json",
+        "bench costs run.json.gz --out times/a100.json",
+    ),
 }
 
 
@@ -45,7 +48,7 @@ def costs(
     ],
     backend: Annotated[
         str | None,
-        typer.Option("--backend", metavar="NAME", help="Times of this backend alone. Default: the only one in the run."),
+        typer.Option("--backend", metavar="NAME", help="Times of this backend alone, as its plugin ships them. Default: all."),
     ] = None,
     records: Annotated[
         Path | None, typer.Option("--records", metavar="DIR", help="Device profiles in DIR/profiles, beside those that ship.")
@@ -57,7 +60,7 @@ def costs(
         ),
     ] = None,
 ) -> None:
-    """Print the times of a run as the file that a plugin ships, `costs/<device>.json`: they rank its implementations."""
+    """Print the times of a run as a file that ranks implementations: one that a plugin ships, or one of your own."""
     with command(as_json=False, doing="reading the run") as output:
         if out is not None:
             check_writable(out, param_hint="--out")
@@ -69,8 +72,6 @@ def costs(
 
         timed = read_run(run)
         backends = sorted({each.implementation.partition(".")[0] for each in timed.times})
-        if backend is None and len(backends) > 1:
-            raise typer.BadParameter(f"{run.name} has times of {', '.join(backends)}; name one", param_hint="--backend")
         found = measured_times(timed, all_profiles(records), backend)
         disturbed = timed.disturbed
         sizes = sorted({f"{each.primitive} of {each.rows} rows" for each in timed.times if each.problem in disturbed})
@@ -90,5 +91,6 @@ def costs(
         if out is None:
             output.text(times_text(found))
         else:
+            out.parent.mkdir(parents=True, exist_ok=True)
             replace_file(out, times_text(found).encode())
             output.note(f"written: {out}")

@@ -17,7 +17,8 @@ from mla_portable.accelerator import device_names
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
 from mla_portable.registry.faults import first_line
-from mla_portable.registry.tuned import TABLE_REMEDY
+from mla_portable.registry.own_times import TIMES_REMEDY
+from mla_portable.times.files import TimesFile
 
 _PORTABLE: Final = 50.0
 """The declared cost of portable kernels (`Implementation.preference`); those of a vendor declare less."""
@@ -77,6 +78,25 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class TimesRead:
+    """What a file of times has for the device.
+
+    Attributes:
+        file: its name, the path of a user's own. owner: the plugin that ships it, "" for a user's own.
+        device, recorded: where and when, the newest. times: that rank; configured: kernels that it configures.
+        prompts: constants; of another device that stands for this one where the device's name says so.
+    """
+
+    file: str
+    owner: str
+    device: str
+    recorded: str
+    times: int
+    configured: int
+    prompts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """Everything that `doctor` knows.
 
@@ -84,6 +104,7 @@ class Diagnosis:
         versions: (name, version), "not installed" where absent. devices: (torch name, facts) of all that are here.
         device: torch name of the one that was examined. rules: (primitive or "all", target, control), strongest first.
         disabled: (name, control). environment: variables of this project that are set.
+        times: the files of times that say something of the device.
         choices: for each primitive; empty where the policy cannot be followed. problems: fatal ones first.
     """
 
@@ -94,6 +115,7 @@ class Diagnosis:
     rules: tuple[tuple[str, str, str], ...]
     disabled: tuple[tuple[str, str], ...]
     environment: tuple[tuple[str, str], ...]
+    times: tuple[TimesRead, ...]
     examined: tuple[Examined, ...]
     choices: tuple[Choice, ...]
     problems: tuple[Problem, ...]
@@ -137,8 +159,7 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         for d in decisions
     )
     problems += [*_forced_plugins(registry, rules), *_slow_launches(device)]
-    if registry.tuned_problem:
-        problems.append(Problem(registry.tuned_problem, TABLE_REMEDY))
+    problems += [Problem(what, TIMES_REMEDY) for what in registry.times_problems]
     problems += _defects(examined, rules, choices)
     problems += _claims_of_everything(registry)
     devices = ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each)))
@@ -150,10 +171,24 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         rules=rules,
         disabled=policy.disabled,
         environment=registry.environment,
+        times=tuple(_times_read(registry.times_files, facts)),
         examined=examined,
         choices=choices,
         problems=tuple(sorted(problems, key=lambda problem: (not problem.fatal, not problem.broken))),
     )
+
+
+def _times_read(files: Iterable[TimesFile], facts: DeviceFacts) -> Iterator[TimesRead]:
+    """What each file has for a device, where it has something."""
+    for file in files:
+        times = [each for each in file.times if each.measurement.matches(facts.name)]
+        prompts = [each for each in file.prompts if each.measurement.matches(facts.name) or facts.vendor in each.stands_for]
+        if not times and not prompts:
+            continue
+        newest = max((each.measurement for each in (*times, *prompts)), key=lambda each: each.recorded)
+        tuned = {(each.implementation, each.primitive, each.layout, each.heads) for each in times if each.configuration}
+        ranking = sum(each.configuration is None for each in times)
+        yield TimesRead(file.name, file.owner, newest.device, newest.recorded, ranking, len(tuned), len(prompts))
 
 
 def _slow_launches(device: torch.device) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from mla_portable.cli.options import DeviceOption, JsonOption, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
-    from mla_portable.cli.diagnosis import Choice, Diagnosis
+    from mla_portable.cli.diagnosis import Choice, Diagnosis, TimesRead
     from mla_portable.contracts import DeviceFacts
     from mla_portable.registry import PluginReport
     from mla_portable.vllm.status import EngineStatus
@@ -115,6 +115,9 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
     if verbose:
         yield from (f"{report.name}:\n{report.traceback}" for report in diagnosis.plugins if report.traceback)
     yield from (hanging("policy", line) for line in _policy(diagnosis))
+    yield from (hanging("times", line) for line in map(_times, diagnosis.times))
+    if not diagnosis.times:
+        yield hanging("times", "none on record for this device: declared costs rank; `mla-portable bench` makes some")
     yield ""
     if diagnosis.choices:
         served = list(map(partial(_served, diagnosis), diagnosis.choices))
@@ -139,6 +142,13 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
         yield Text("No problems found.", "green")
     elif diagnosis.ok and any(problem.broken for problem in diagnosis.problems):
         yield "Nothing that is broken was selected: exit code 0."
+
+
+def _times(read: TimesRead) -> str:
+    counts = {"times": read.times, "configured kernels": read.configured, "constants of prompts": read.prompts}
+    words = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    whose = f"of the plugin {read.owner}" if read.owner else "your own"
+    return f"{read.file}, {whose}: {words}, {' '.join(filter(None, ('measured', read.recorded, 'on', read.device)))}"
 
 
 def _device(facts: DeviceFacts) -> str:

@@ -19,6 +19,7 @@ from mla_portable.cli.verdicts import cost_lines, decision_lines, route_lines
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
     from mla_portable.contracts import Decision, DeviceFacts
+    from mla_portable.times.configurations import Configured
 
 _TYPICAL: dict[str, Any] = {
     "kv_layout": "fp8_ds_mla",
@@ -164,7 +165,7 @@ def explain(
                     "ok": served,
                     "primitive": primitive,
                     "arguments": _arguments(decision),
-                    "tuned": _tuned(decision),
+                    "tuned": None if (tuned := _tuned(decision)) is None else dict(tuned.configuration),
                     **answered(decision),
                     **{name: answered(each) for name, each in beside.items()},
                 }
@@ -178,7 +179,6 @@ def _for_a_person(
     decision: Decision | RouteDecision, beside: Mapping[str, Decision], elsewhere: Elsewhere | None, *, every: bool
 ) -> Iterator[RenderableType]:
     from mla_portable.contracts import Decision
-    from mla_portable.registry.tuned import table_path
 
     state = elsewhere and elsewhere.state
     if elsewhere:
@@ -187,7 +187,7 @@ def _for_a_person(
         yield from decision_lines(decision, state)
         tuned = _tuned(decision)
         if tuned:
-            yield hanging("tuned", f"{' '.join(f'{name}={value}' for name, value in tuned.items())} ({table_path()})")
+            yield hanging("tuned", f"{' '.join(f'{name}={value}' for name, value in tuned.configuration)} ({tuned.file})")
         yield from cost_lines([decision])
     else:
         yield from route_lines(decision, beside, state, every=every)
@@ -276,8 +276,8 @@ def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
     return {name: getattr(decision.request, name) for name in names}
 
 
-def _tuned(decision: Decision | RouteDecision) -> dict[str, int] | None:
-    """The configuration that the user's tuning table has for the chosen implementation; None without one, and for a route."""
+def _tuned(decision: Decision | RouteDecision) -> Configured | None:
+    """The configuration that files of times have for the chosen implementation; None without one, and for a route."""
     from mla_portable.attention.layer_registry import LayerRegistry
     from mla_portable.contracts import Decision
     from mla_portable.dispatch import current_registry
@@ -286,8 +286,7 @@ def _tuned(decision: Decision | RouteDecision) -> dict[str, int] | None:
         return None
     registry = current_registry()
     chosen = LayerRegistry(registry, None).chosen(decision)
-    configuration = chosen and registry.configured(chosen, decision.request).configuration
-    return dict(configuration) if configuration else None
+    return chosen and registry.tuned(chosen, decision.request)
 
 
 def _share_heads(name: str, given: dict[str, Any]) -> None:

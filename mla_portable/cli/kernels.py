@@ -182,7 +182,11 @@ def tune(
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each configuration and size.")] = 20,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="The table to add to. Default: the one that plugins read, see docs/cli.md."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="The file of times to add to. Default: one in your own folder, see docs/cli.md.",
+        ),
     ] = None,
 ) -> None:
     """Find the fastest configuration of each tunable kernel on this device. One with a wrong result is never chosen.
@@ -196,14 +200,17 @@ def tune(
         from mla_portable.dispatch import current_registry
         from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
         from mla_portable.problems.bench import kernel_cases
-        from mla_portable.registry.tuned import table_path, write_table
+        from mla_portable.registry.own_times import times_folder, tuned_file
+        from mla_portable.times.adding import add_to_file, check_can_add
 
-        path = out or table_path()
+        registry, folder = current_registry(), times_folder()
+        name = registry.facts(where).name
+        path = out or (None if folder is None else tuned_file(folder, name))
         if path is None:
-            expected = "a file to write to, for neither XDG_CONFIG_HOME nor HOME is set"
+            expected = "a file to write to, for neither MLA_PORTABLE_TIMES, XDG_CONFIG_HOME nor HOME is set"
             raise InvalidArgument("tune", "out", got="none", expected=expected)
         check_writable(path, param_hint="--out")
-        registry = current_registry()
+        check_can_add("tune", path, name)
         brought = registry.tunables()
         for name, why in brought.failures:
             output.note(f"nothing to tune from the plugin {name}: {why}")
@@ -230,15 +237,16 @@ def tune(
                 check_rows=check_rows,
                 progress=advance,
             )
-        entries = [entry for entry in (result.entry() for result in results) if entry is not None]
-        if entries:
-            damaged = write_table(path, entries)
+        found = [result for result in results if result.best is not None]
+        if found:
+            damaged = add_to_file(path, [time for result in found for time in result.times()])
             if damaged is not None:
-                output.note(f"{path} was no table: a fresh one was written, what it held is in {damaged}")
-            output.note(f"{len(entries)} entries written to {path}")
-        ok = bool(results) and len(entries) == len(results)
+                output.note(f"{path} could not be used as a whole; what it held is in {damaged}")
+            output.note(f"{len(found)} configurations written to {path}")
+        ok = bool(results) and len(found) == len(results)
         if as_json:
-            output.document({"command": "tune", "ok": ok, "table": path, "entries": entries, "results": results})
+            entries = [_entry(result, best) for result in found if (best := result.best) is not None]
+            output.document({"command": "tune", "ok": ok, "file": path, "entries": entries, "results": results})
         else:
             headings = ["kernel", "heads", "speed-up over default", "tried", "wrong", "fastest; us by rows"]
             if results:
@@ -250,6 +258,12 @@ def tune(
                 output.show("no tunable kernel supports this device")
         if not ok:
             raise typer.Exit(EXIT_FAILED)
+
+
+def _entry(result: TuneResult, best: Attempt) -> dict[str, Any]:
+    """What was written of a result."""
+    named = {name: getattr(result, name) for name in ("implementation", "primitive", "layout", "heads")}
+    return {**named, "configuration": dict(best.configuration), "us": {str(rows): us for rows, us in sorted(best.us.items())}}
 
 
 def _tuned_row(result: TuneResult) -> list[str]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -16,9 +15,7 @@ from mla_portable.cli.output import EXIT_FAILED, columns, command, digits, hangi
 
 if TYPE_CHECKING:
     from mla_portable.bench.prompts import StepTimes
-    from mla_portable.contracts import DeviceFacts
     from mla_portable.times.prompts import PromptRecord, PromptTimes
-    from mla_portable.times.records import Measurement
 
 _SMALL: Final[dict[str, Any]] = {"topk": 64, "max_num_tokens": 128, "max_model_len": 128}
 """Of a layer on a CPU."""
@@ -70,6 +67,7 @@ def prompts(
         if out is not None:
             check_writable(out, param_hint="--out")
         from mla_portable.attention import HeadDims
+        from mla_portable.bench.origin import measured_here
         from mla_portable.bench.prompts import STEPS, make_layer, time_step
         from mla_portable.bench.prompts import fit as fitted
         from mla_portable.dispatch import current_registry
@@ -103,7 +101,9 @@ def prompts(
                 unknown += [count] if times is None and not fit else []
                 constants[count] = fitted(found[count]) if fit or times is None else times
                 if out is not None and masked is not None:
-                    records.append(PromptRecord(masked, dims[0] + dims[1], dims[2], count, constants[count], _origin(facts)))
+                    records.append(
+                        PromptRecord(masked, dims[0] + dims[1], dims[2], count, constants[count], measured_here(facts))
+                    )
                 per_head = ", ".join(f"{name} {each.chosen}" for name, each in layer.per_head.decisions.items())
                 route = layer.latent.route_decision.verdict
                 latent = ", ".join(f"{part.role} {part.decision.chosen}" for part in route.parts)
@@ -134,15 +134,6 @@ def prompts(
                 output.show(Text(f"WRONG  the two ways differ by more than {limit}", "bold red"))
         if not ok:
             raise typer.Exit(EXIT_FAILED)
-
-
-def _origin(facts: DeviceFacts) -> Measurement:
-    """Where times come from that are taken here and now."""
-    from mla_portable import __version__
-    from mla_portable.times.records import Measurement
-
-    today = datetime.now(timezone.utc).date().isoformat()
-    return Measurement(facts.name, (facts.name,), today, __version__, tuple(sorted(dict(facts.libraries).items())))
 
 
 def _words(times: PromptTimes) -> str:

@@ -23,7 +23,6 @@ from mla_portable.capability.model import RecordError
 from mla_portable.capability.run import Case, Comparison, EngineTime, Run, Time, combined, new_run, read_run, write_run
 from mla_portable.contracts import InvalidArgument
 from mla_portable.registry import Registry
-from mla_portable.registry.tuned import TunedConfigurations
 
 _NO_NAME = re.compile(r"[^a-z0-9_.]+")
 
@@ -84,18 +83,18 @@ def recorder(
     Args:
         backends: that run, or implementations; all where there is none. who: default: git's user.name, or the login.
         commit: of the code that runs, where git cannot say. target: as of `Run`. versions: of more software that runs.
-    Raises: RecordError as `Recorder`, and where a user's tuning table may configure the kernels; InvalidArgument for a commit
+    Raises: RecordError as `Recorder`, and where a user's own times may configure the kernels; InvalidArgument for a commit
         that git contradicts.
     """
-    tuned = TunedConfigurations.read(os.environ)
-    if tuned.entries:
-        problem = f"the tuning table {tuned.path} may configure kernels; let MLA_PORTABLE_TUNED name a file that is not there"
-        raise RecordError(str(path), problem)
+    facts = registry.facts(device)
+    for file in registry.times_files:
+        if not file.owner and any(each.configuration and each.measurement.matches(facts.name) for each in file.times):
+            problem = f"{file.name} may configure kernels; let MLA_PORTABLE_TIMES name a folder without configurations"
+            raise RecordError(str(path), problem)
     code = plugins_code(registry, backends)
     found = code.commit() if code else None
     if commit is not None and found not in (None, commit):
         raise InvalidArgument("--commit", "commit", got=commit, expected=f"{found}, which git says", remedy="Leave it out.")
-    facts = registry.facts(device)
     state = machine_state(device, facts)
     own = {"mla_portable": mla_portable.__version__, "python": platform.python_version(), **dict(facts.libraries)}
     document = {

@@ -57,7 +57,7 @@ class Request(Generic[F]):
         batch_invariant: a row's result may not depend, in a single bit, on the other rows: the bound implementation computes it
             in the same way for every `rows`, and a schedule cuts every batch in the same way (`PlannerConfig.batch_invariant`).
         graph: the call is going to be captured in a CUDA graph.
-        configuration: kernel configuration from the user's tuning table; None = the plugin's own. The registry sets it for the
+        configuration: kernel configuration from a file of times; None = the plugin's own. The registry sets it for the
             chosen implementation just before `bind`; it never decides what can run.
     """
 

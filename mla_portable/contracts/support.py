@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.request import Request
-from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields, check_type
+from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields, check_type, describe
 from mla_portable.errors import InvalidArgument
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS, scale_formats
 

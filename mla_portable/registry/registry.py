@@ -41,15 +41,17 @@ from mla_portable.registry.faults import PluginRaised, blame, contained, first_l
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.names import REFERENCE, check_backend
+from mla_portable.registry.own_times import TIMES_REMEDY, OwnTimes
 from mla_portable.registry.plugin_sources import given_plugins, installed_plugins
 from mla_portable.registry.plugins import Brought, PluginReport, load_offers, load_plugins
 from mla_portable.registry.policy import ARGUMENT, KnownNames, Policy, Rule, active_rules, check_names
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
 from mla_portable.registry.settings import check_variables, set_variables
-from mla_portable.registry.tuned import TABLE_REMEDY, TunedConfigurations
+from mla_portable.times.configurations import Configurations, Configured
+from mla_portable.times.files import TimesFile
 from mla_portable.times.measured import MeasuredCosts
-from mla_portable.times.prompts import PromptTimes, recorded_prompts
+from mla_portable.times.prompts import PromptRecord, PromptTimes, recorded_prompts
 
 CACHE_LIMIT: Final = 4096
 """Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
@@ -87,10 +89,10 @@ class Registry:
             plugins: (name, module or object with the hook, or a module's name) instead of the installed entry points.
             facts: devices to simulate, by torch name ("cuda" stands for every index of it). On a device that is not
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
-            policy: instead of the environment's. environ: instead of os.environ; names the tuning table too.
+            policy: instead of the environment's. environ: instead of os.environ; names the user's own times too.
             probe: False trusts `check` and computes nothing.
             costs: measured costs, which rank before declared costs; None where only these count. "measured" for the
-                times that plugins bring.
+                times that plugins bring and the user's own.
         Raises: InvalidArgument for an argument of another type. A broken plugin or policy does not raise here: `plugin_reports`
             has broken plugins, and every choice raises the error of a broken policy.
         """
@@ -109,11 +111,9 @@ class Registry:
         self._unloaded = frozenset(r.name for r in self._reports if not r.loaded)
         self._known = KnownNames((i.name for i in self._implementations), self._unloaded)
         self._machine = Machine(detectors=loaded.detectors, simulated=facts)
-        files = loaded.times if costs == "measured" else ()
-        self._probing = probe
-        self._costs = MeasuredCosts(each for file in files for each in file.times) if costs == "measured" else costs
-        self._prompts = sorted((each for file in files for each in file.prompts), key=lambda each: each.measurement.recorded)
-        self._policy, self._tuned = Policy(), TunedConfigurations(None, {})
+        self._probing, self._given_costs, self._shipped = probe, costs, loaded.times
+        self._use_times(OwnTimes())
+        self._policy = Policy()
         self._policy_error: InvalidArgument | None = None
         self._generation = 0
         self._names_checked: set[tuple[Rule, ...]] = set()
@@ -175,31 +175,50 @@ class Registry:
         return self._policy
 
     def reload_policy(self) -> None:
-        """Read environment and tuning table again. What is bound already and probes' results stay as they are.
+        """Read the environment and the user's own times again. What is bound and probes' results stay as they are.
 
-        A plugin that was disabled when the registry was built stays out: it takes a new process to import it. A table that
-        cannot be used is ignored, which is logged once and is `tuned_problem`.
-        Raises: InvalidArgument or UnknownBackend; the old policy and table stay in force then.
+        A plugin that was disabled when the registry was built stays out: it takes a new process to import it. What cannot be
+        used of the user's times is ignored, which is logged once and is in `times_problems`.
+        Raises: InvalidArgument or UnknownBackend; the old policy and times stay in force then.
         """
         environ = os.environ if self._environ is None else self._environ
         check_variables(environ, self._variables, self._unloaded)
         policy = Policy.from_environment(environ) if self._given_policy is None else self._given_policy
         check_names(policy, self._known)
-        tuned = TunedConfigurations.read(environ)
-        if tuned.problem and tuned.problem != self._tuned.problem:
-            logger.warning("%s; %s", tuned.problem, TABLE_REMEDY)
+        own = OwnTimes.read(environ, {(each.name, str(each.primitive)) for each in self._implementations})
+        for problem in own.problems:
+            if problem not in self._own.problems:
+                logger.warning("%s; %s", problem, TIMES_REMEDY)
         self._machine.limit = plugin_timeout(environ)
         with self._lock:
-            self._policy, self._tuned, self._policy_error = policy, tuned, None
+            self._policy, self._policy_error = policy, None
+            self._use_times(own)
             self._generation += 1
             self._selected.clear()
             self._bound.clear()
             self.kept.clear()
 
+    def _use_times(self, own: OwnTimes) -> None:
+        """Rank, configure and decide on prompts by what plugins ship and by the user's own times, which come first."""
+        self._own, shipped = own, self._shipped
+        self._configurations = Configurations((*shipped, *own.files))
+        if isinstance(self._given_costs, str):
+            self._costs = MeasuredCosts(
+                (each for file in shipped for each in file.times), own=(each for file in own.files for each in file.times)
+            )
+            self._prompts = [*_prompts_of(shipped), *_prompts_of(own.files)]
+        else:
+            self._costs, self._prompts = self._given_costs, list[PromptRecord]()
+
     @property
-    def tuned_problem(self) -> str:
-        """Why the user's tuning table is ignored, "" where it is not."""
-        return self._tuned.problem
+    def times_files(self) -> tuple[TimesFile, ...]:
+        """The files of times that were read: those that plugins ship, then the user's own, which have no owner."""
+        return (*self._shipped, *self._own.files)
+
+    @property
+    def times_problems(self) -> tuple[str, ...]:
+        """What of the user's own times is ignored, and why."""
+        return self._own.problems
 
     @property
     def environment(self) -> tuple[tuple[str, str], ...]:
@@ -266,12 +285,13 @@ class Registry:
 
         def try_out(implementation: Implementation) -> tuple[Reason, ...]:
             assert device is not None
-            configured = self.configured(implementation, request)
-            reasons = machine.try_request(implementation, device, configured)
-            if reasons and configured.configuration is not None:
-                self._reject(implementation, configured, reasons)
-                reasons = machine.try_request(implementation, device, request)
-            return reasons
+            tuned = self.tuned(implementation, request)
+            if tuned is not None:
+                reasons = machine.try_request(implementation, device, request.but(configuration=tuned.configuration))
+                if not reasons:
+                    return ()
+                self._reject(implementation, request, tuned, reasons)
+            return machine.try_request(implementation, device, request)
 
         return decide(
             request,
@@ -351,37 +371,46 @@ class Registry:
             return known.setdefault(key, value)
 
     def configured(self, implementation: Implementation, request: Request[F]) -> Request[F]:
-        """`request` with the configuration that the user's tuning table has for this implementation.
-
-        As shipped where the probe of that configuration failed for such a request: a table only makes kernels faster.
-        """
+        """`request` with the configuration that files of times have for this implementation (`tuned`)."""
         _check_pair("configured", implementation, request)
-        configured = request.but(configuration=self._tuned.of(implementation.name, request))
-        if configured.configuration is None or self._machine.kind_of(implementation, configured) not in self._rejected:
-            return configured
-        return request.but(configuration=None)
+        found = self.tuned(implementation, request)
+        return request.but(configuration=found and found.configuration)
 
-    def _reject(self, implementation: Implementation, configured: Request, reasons: tuple[Reason, ...]) -> None:
+    def tuned(self, implementation: Implementation, request: Request) -> Configured | None:
+        """The configuration that files of times have for this implementation, and the file; None as shipped.
+
+        As shipped, too, where the probe of that configuration failed for such a request: times only make kernels faster.
+        """
+        _check_pair("tuned", implementation, request)
+        found = self._configurations.of(implementation.name, request)
+        if found is None:
+            return None
+        kind = self._machine.kind_of(implementation, request.but(configuration=found.configuration))
+        return None if kind in self._rejected else found
+
+    def _reject(self, implementation: Implementation, request: Request, tuned: Configured, reasons: tuple[Reason, ...]) -> None:
         """Leave such requests as shipped from now on, and say so, once for each configuration."""
+        configured = request.but(configuration=tuned.configuration)
         self._rejected.add(self._machine.kind_of(implementation, configured))
         with self._lock:
-            key = (implementation.name, implementation.primitive, configured.configuration)
+            key = (implementation.name, implementation.primitive, tuned)
             if key in self._logged:
                 return
             self._logged.add(key)
-        words = " ".join(f"{name}={value}" for name, value in configured.configuration or ())
-        what = f"{implementation.name} / {implementation.primitive}: the tuned configuration {words} in {self._tuned.path}"
+        words = " ".join(f"{name}={value}" for name, value in tuned.configuration)
+        what = f"{implementation.name} / {implementation.primitive}: the tuned configuration {words} in {tuned.file}"
         why = ", ".join(map(str, reasons))
-        logger.warning("%s is not used, but the shipped one: %s; run `mla-portable tune` again, or delete the entry", what, why)
+        logger.warning("%s is not used, but the shipped one: %s; run `mla-portable tune` again, or delete the row", what, why)
 
     def bind_implementation(self, implementation: Implementation[F], request: Request[F]) -> F:
-        """The callable of a given implementation for `request`, with the configuration that the user's tuning table has for it.
+        """The callable of a given implementation for `request`, with the configuration that files of times have for it.
 
-        Raises: InvalidArgument, which names the table, where the implementation refuses that configuration; PluginError where
+        Raises: InvalidArgument, which names the file, where the implementation refuses that configuration; PluginError where
             its own `bind` raises what is no Exception; whatever else that raises.
         """
         _check_pair("bind_implementation", implementation, request)
-        request = self.configured(implementation, request)
+        tuned = self.tuned(implementation, request)
+        request = request.but(configuration=tuned and tuned.configuration)
         try:
             with neutral_defaults():
                 return contained(partial(implementation.bind, request))
@@ -389,14 +418,14 @@ class Registry:
             blame(error, f"raised in bind by {implementation.name} / {implementation.primitive}")
             raise
         except (KeyError, TypeError, ValueError) as error:
-            if request.configuration is None:
+            if tuned is None:
                 raise
             raise InvalidArgument(
-                "tuning table",
-                str(self._tuned.path),
+                "file of times",
+                tuned.file,
                 got=f"for {implementation.name} / {request.primitive}: {first_line(error)}",
                 expected="a configuration that the implementation accepts",
-                remedy="Run `mla-portable tune` again, or delete the entry.",
+                remedy="Run `mla-portable tune` again, or delete the row.",
             ) from error
 
     def times(self, implementation: Implementation, request: Request) -> Mapping[int, float]:
@@ -430,6 +459,11 @@ class Registry:
         wrong = any(reason.subject == "probe" for v in fitting for reason in v.reasons)
         missed = wrong or slow or (bool(fitting) and device.device_type != "cpu")
         logger.log(logging.WARNING if missed else logging.INFO, "%s", decision.text(all=False))
+
+
+def _prompts_of(files: Iterable[TimesFile]) -> list[PromptRecord]:
+    """Of all files, the newest last."""
+    return sorted((each for file in files for each in file.prompts), key=lambda each: each.measurement.recorded)
 
 
 def _check_pair(method: str, implementation: object, request: object) -> None:

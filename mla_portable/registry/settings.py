@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user set, in environment variables and in the file that one names: the one place that reads and checks them.
+"""What a user set, in environment variables and in the folder that one names: the one place that reads and checks them.
 
-The core's own variables are listed here; a plugin declares its own. Every other name of the project is an error. What the file
-means is for its owner, `tuned`.
+The core's own variables are listed here; a plugin declares its own. Every other name of the project is an error. What files
+mean is for their owner, `own_times`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from mla_portable.registry.names import closest
 PREFIX: Final = "MLA_PORTABLE_"
 ENV_BACKEND: Final = "MLA_PORTABLE_BACKEND"
 ENV_DISABLE: Final = "MLA_PORTABLE_DISABLE"
+ENV_TIMES: Final = "MLA_PORTABLE_TIMES"
 ENV_TUNED: Final = "MLA_PORTABLE_TUNED"
+"""Of release 0.2 and older."""
 MOST_BYTES: Final = 1 << 20
-"""Of a file; a table of tuned configurations has some hundreds of bytes for each."""
+"""Of a file; times of one device have some tens of thousands."""
 _BACKEND_NAME: Final = "the name of a backend or of one of its variants, or auto"
 
 _FIXED: Final = (
     Variable(ENV_BACKEND, _BACKEND_NAME),
     Variable(ENV_DISABLE, "names of backends or of their variants, separated by commas"),
-    Variable(ENV_TUNED, "the path of a JSON file"),
+    Variable(ENV_TIMES, "the path of a folder"),
+    Variable(ENV_TUNED, "nothing: it is no longer read"),
     Variable.choice("MLA_PORTABLE_FLASH_MLA_MAX_LOGITS", "on", "off"),
     Variable(PLUGIN_TIMEOUT, "seconds, 0 or more (0: no limit)"),
     Variable.choice("MLA_PORTABLE_SGLANG", "auto", "on", "off"),

@@ -54,12 +54,17 @@ class MeasuredCosts:
     """A CostTable over measured times; a pure function of them and the request.
 
     All times whose measurement matches a device's name are compared with one another, whatever they call the device. Of two
-    for the same size the newest counts.
+    for the same size a user's own counts, else the newest.
     """
 
-    def __init__(self, times: Iterable[MeasuredTime]) -> None:
-        ranking = (each for each in times if each.configuration is None)
-        self._times = sorted(ranking, key=lambda each: each.measurement.recorded)
+    def __init__(self, times: Iterable[MeasuredTime], own: Iterable[MeasuredTime] = ()) -> None:
+        """own: the user's, which come before `times`."""
+
+        def ranking(given: Iterable[MeasuredTime]) -> list[MeasuredTime]:
+            kept = (each for each in given if each.configuration is None)
+            return sorted(kept, key=lambda each: each.measurement.recorded)
+
+        self._times = [*ranking(times), *ranking(own)]
         self._of_device: dict[str, dict[tuple[str, int | None, str], _Place]] = {}
 
     @property

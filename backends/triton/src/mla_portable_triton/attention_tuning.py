@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernel's configuration for a request: those worth timing on its device, and the one that it is bound with.
 
-`mla-portable tune` times the former and writes the fastest to the user's table. A request that is bound carries it from there
-(`Request.configuration`); without one it is bound with what ships (`attention_configs`). Neither happens during a call.
+`mla-portable tune` times the former and writes the fastest to a file of the user's own times. A request that is bound carries
+it from there (`Request.configuration`); without one it is bound with what ships (`attention_configs`). Neither happens during a
+call.
 """
 
 from __future__ import annotations
