@@ -6,7 +6,7 @@
 struct uint4 { unsigned x, y, z, w; };
 struct int4 { int x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-static struct { int x; } blockIdx;
+static struct { int x, y; } blockIdx, gridDim;
 
 #include KERNEL
 
@@ -18,10 +18,15 @@ static void run() {
     next_thread();
 }
 
-// Blocks [first, last) of a launch.
+// Blocks [first, last) of a launch of so many a row, in the order of their rows.
 extern "C" void launch(u32* words, const int* positions, const int* starts, int vectors, int topk, int width, int span,
-                       i64 position_stride, i64 word_stride, int first, int last, int stride, const char* begin, const char* end) {
+                       i64 position_stride, i64 word_stride, int blocks, int first, int last, int stride, const char* begin,
+                       const char* end) {
     call = {words, positions, starts, vectors, topk, width, span, position_stride, word_stride};
     readable = {{begin, end}};
-    for (blockIdx.x = first; blockIdx.x < last; ++blockIdx.x) run_blocks(1, THREADS, span, stride, run);
+    gridDim.y = blocks;
+    for (int block = first; block < last; ++block) {
+        blockIdx = {block / blocks, block % blocks};
+        run_blocks(1, THREADS, span, stride, run);
+    }
 }

@@ -43,12 +43,12 @@ def library() -> ctypes.CDLL:
     assert PACK.count(shared) == 1
     source = PACK.replace(shared, "unsigned char* smem = (unsigned char*)&memory[0];")
     pointer, integer, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
-    types = [*[pointer] * 3, *[integer] * 4, *[wide] * 2, *[integer] * 3, *[pointer] * 2]
+    types = [*[pointer] * 3, *[integer] * 4, *[wide] * 2, *[integer] * 4, *[pointer] * 2]
     return compiled(source, "pack_on_cpu.cpp", pack.BUILD.defines, *types)
 
 
 class PackModel:
-    """The build, loaded; its launches run the source. ends: only their first and their last block."""
+    """The build, loaded; its launches run the source. ends: only their first two and their last block."""
 
     ends = False
 
@@ -62,7 +62,7 @@ class PackModel:
 
     def run(self, grid: tuple[int, int], values: tuple[Any, ...]) -> None:
         words, positions, starts, vectors, topk, width, _, position_stride, word_stride = values
-        memory, rows = Memory(), grid[0] // -(-width // pack.SPAN)
+        memory, (rows, blocks) = Memory(), grid
         memory(words, torch.int32, (rows, -(-width // 32)), (word_stride, 1))
         memory(positions, torch.int32, (rows, topk), (position_stride, 1))
         if starts:
@@ -70,8 +70,9 @@ class PackModel:
         assert not vectors or (positions % 16 == position_stride % 4 == topk % 4 == 0)
         self.grids.append(grid)
         end = positions + 4 * ((rows - 1) * position_stride + topk)
-        for first, last in [(0, 1), (grid[0] - 1, grid[0])] if self.ends else [(0, grid[0])]:
-            library().launch(*values, first, last, (0, 1, 77)[len(self.grids) % 3], positions, end)
+        last_block = rows * blocks
+        for first, last in [(0, 2), (last_block - 1, last_block)] if self.ends else [(0, last_block)]:
+            library().launch(*values, blocks, first, last, (0, 1, 77)[len(self.grids) % 3], positions, end)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -87,12 +88,12 @@ def test_the_source_of_pack_selection_passes_the_suite_on_a_cpu(monkeypatch):
             result = run_case(case, bound, torch.device("cpu"))
             assert result.status == "passed", f"{case.id}: {result.message}"
     grids = models[pack.BUILD].grids
-    assert len(cases) > 10 and (6, 1) in grids and (18, 1) in grids
+    assert len(cases) > 10 and (6, 1) in grids and (6, 3) in grids
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def test_a_row_of_all_positions_that_int32_has(monkeypatch):
-    """Its first and its last block; a device launches no more than 65,535 blocks along y."""
+    """Its first blocks, which take three turns, and its last one; a device launches no more than 65,535 blocks along y."""
     monkeypatch.setattr(PackModel, "ends", True)
     positions = torch.tensor([[0, 2**31 - 2, 31, -1, 2**31 - 1, 31, -(2**31), 16384]], dtype=torch.int32)
     with stand_ins(monkeypatch, PackModel):
@@ -118,7 +119,7 @@ def test_a_row_of_words_is_one_launch_and_a_shape_is_prepared_once(monkeypatch):
         bound = pack.bind_pack_selection(Request(PACK_SELECTION, A100))
         for rows in (3, 3, 0, 5):
             assert bound(torch.zeros(rows, 8, dtype=torch.int32), width=2 * pack.SPAN + 1).shape == (rows, 1025)
-    assert prepared == [(9, 1), (15, 1)]
+    assert prepared == [(3, 3), (5, 3)]
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "sm120"])

@@ -21,7 +21,9 @@ from mla_portable_nvidia.native.topk_select import TopkBuild
 __all__ = ["BUILD", "SPAN", "NativePackSelection", "PackBuild", "pack_implementations"]
 
 SPAN: Final = 16384
-"""Positions of a block, each a byte of shared memory."""
+"""Positions of a block's turn, each a byte of shared memory."""
+_MOST_BLOCKS: Final = 65535
+"""Along y, by the devices' limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,9 @@ class NativePackSelection:
         key = (num_tokens, topk, width, stride, out.stride(0), index)
         launch = self._launches.get(key)
         if launch is None:
-            blocks = -(-width // SPAN)
+            blocks = min(-(-width // SPAN), _MOST_BLOCKS)
             fixed = topk, width, SPAN, stride, out.stride(0)
-            launch = self._launches[key] = self._on(index).prepare((num_tokens * blocks, 1), 1, *fixed)
+            launch = self._launches[key] = self._on(index).prepare((num_tokens, blocks), 1, *fixed)
         vectors = address % 16 == 0 and stride % 4 == 0 and topk % 4 == 0
         launch(out.data_ptr(), address, 0 if starts is None else starts.data_ptr(), vectors)
         return out
