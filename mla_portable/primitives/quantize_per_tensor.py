@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_per_tensor: one scale for a whole tensor."""
+"""quantize_per_tensor: one scale for a whole tensor.
+
+It is for callers who multiply in FP8 with one scale for each operand, as torch's scaled products take them: the absorbed
+projections of an MLA layer, or activations in front of them. Layers of this project multiply in bfloat16 and never call it;
+`mla-portable run` tries and times it at the step's tokens beside what the layer calls.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ class QuantizePerTensor(Protocol):
 def quantize_per_tensor(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise a tensor with one scale: x ~= x_q * scale.
+    """Quantise a tensor with one scale: x ~= x_q * scale. For products in FP8 outside of the layers, which do not call it.
 
     Args:
         x: bf16, fp16 or float32, any shape. dtype: of the result, one of `QUANTIZED_DTYPES`.
