@@ -365,6 +365,15 @@ def test_a_file_is_of_one_device(tmp_path: Path):
         check_can_add("tune", path, CPU.name)
 
 
+def test_records_of_another_device_are_not_added_under_the_name_of_the_file_s(tmp_path: Path):
+    path = tmp_path / "h200.json"
+    add_to_file(path, tuned())
+    text = path.read_text()
+    with pytest.raises(ValueError, match=f"of one device; it has {H200.name}, got {CPU.name}"):
+        add_to_file(path, tuned(device=CPU.name))
+    assert path.read_text() == text
+
+
 def test_what_is_added_takes_the_name_and_the_place_that_the_file_has(tmp_path: Path):
     path = tmp_path / "h200.json"
     origin = Measurement("H200 of the lab", ("NVIDIA H200*",), "2026-11-02", "0.1.0")
