@@ -15,8 +15,9 @@ A time may have a `configuration`, {"block_n": 32, ...}: `mla-portable tune` fou
 `layout`, `heads` and `topk` of a time are null where the primitive has none.
 
 A document needs `device`, and `times` or `prompts`; a time needs `implementation`, `primitive` and `us`; a row of prompts needs
-all that is shown. The rest may be left out. A row may have `recorded`, `release` and `versions` of its own. A file of times is a
-hint: what cannot be used of it is left out and described, and the rest counts.
+all that is shown. The rest may be left out. A row may have `recorded`, `release` and `versions` of its own.
+
+A file of times is a hint: what cannot be used of it is left out and described, and the rest counts.
 """
 
 from __future__ import annotations
