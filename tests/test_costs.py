@@ -290,6 +290,12 @@ def test_the_file_says_the_same_whatever_the_order():
             times_text(several)
 
 
+def test_one_file_stands_for_one_list_of_vendors():
+    read = parse_times(json.dumps({"device": "NVIDIA H200", "stands_for": ["nvidia"], "prompts": [PROMPTS_ROW]}))
+    with pytest.raises(ValueError, match=r"stand for the same vendors; got \[\(\), \('nvidia',\)\]"):
+        times_text(prompts=[*read.prompts, replace(read.prompts[0], heads=8, stands_for=())])
+
+
 def test_a_time_of_a_tuned_configuration_is_kept_with_it_and_ranks_nothing():
     """It was taken beside other configurations of one kernel: others, which were not tuned, are not to lose by it."""
     tuned = [

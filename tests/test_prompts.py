@@ -7,6 +7,7 @@ import logging
 import math
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,12 @@ from mla_portable.contracts import (
     UnsupportedRequest,
     hookimpl,
 )
-from mla_portable.engine.prompts import missing_times, prompt_attention
+from mla_portable.engine.prompts import prompt_attention, refusals
 from mla_portable.layouts import LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.planner.prompts import PromptPlan, plan_prompts
 from mla_portable.primitives import CONCAT_MLA_K, MASKED_PREFILL
-from mla_portable.registry import Registry, get_registry
+from mla_portable.registry import Registry, get_registry, use
 from mla_portable.registry.plugin_sources import installed_plugins
 from mla_portable.registry.plugins import load_plugins
 from mla_portable.times.files import parse_times, times_text
@@ -476,6 +477,9 @@ class Attending:
             registrar.add_costs(times_text(prompts=self.records))
 
 
+SIZES = {"max_num_tokens": 8192, "max_num_reqs": 64, "max_model_len": 16384}
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_any_vendors_kernel_serves_prompts_where_times_for_it_are_on_record(known: bool):
     """No vendor is named anywhere: what decides is that there are times."""
@@ -485,8 +489,11 @@ def test_any_vendors_kernel_serves_prompts_where_times_for_it_are_on_record(know
     decision = registry.decide(asked(MI300X, 16))
     assert decision.chosen == "acme.v1"
     assert registry.prompt_times(decision) == (constants(7.0) if known else None)
-    said = missing_times(decision)
-    assert f"acme.v1 on {MI300X.name}" in said and "bench prompts --fit" in said and "amd" in said
+    said = refusals(AttentionSpec(16, 0.1, **SIZES), HeadDims(), MI300X, registry=registry)
+    if known:
+        assert said == []
+    else:
+        assert f"acme.v1 on {MI300X.name}" in said[0] and "bench prompts --fit" in said[0] and "amd" in said[0]
     declared = Registry(plugins=[("acme", plugin)], facts={"cuda": MI300X}, environ={}, probe=False)
     assert declared.prompt_times(declared.decide(asked(MI300X, 16))) is None
 
@@ -503,18 +510,27 @@ def test_a_user_s_own_constants_decide_before_those_that_ship(tmp_path: Path):
         assert (registry.prompt_times(decision) == constants(9.0)) is own
 
 
-def test_an_engine_leaves_prompts_without_times_to_the_sparse_route_before_it_binds(
+def test_an_engine_leaves_prompts_without_times_to_the_sparse_route_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     spec, facts = replace(SPEC, kv_layout="bf16", scale_format=None), get_registry().facts(CPU)
     logger, built = logging.getLogger("mla_portable.test"), list[object]()
-    monkeypatch.setattr("mla_portable.engine.prompts.PromptAttention", lambda *given, **named: built.append(given))
-    with caplog.at_level(logging.INFO, logger="mla_portable.test"):
+    monkeypatch.setattr("mla_portable.registry.machine.Machine.try_request", lambda *given: pytest.fail("a kernel was probed"))
+    with caplog.at_level(logging.INFO, logger="mla_portable.test"), use(masked_prefill="reference"):
         assert prompt_attention(spec, DIMS, facts, CPU, logger) is None
-    assert not built and "prompts take the sparse route: no times of the two ways are on record for" in caplog.text
+    assert "prompts take the sparse route: no times of the two ways are on record for" in caplog.text
+    monkeypatch.undo()
+
+    def build(*given: object, **named: object) -> SimpleNamespace:
+        built.append(given)
+        return SimpleNamespace(times=found[len(built) - 1], decisions={"masked": SimpleNamespace(chosen="acme.v1")})
+
+    found = [constants(1.0), None]  # the second: what was probed and serves is another one than was declared
+    monkeypatch.setattr("mla_portable.engine.prompts.PromptAttention", build)
     monkeypatch.setattr(Registry, "prompt_times", lambda self, decision: constants(1.0))
-    prompt_attention(spec, DIMS, facts, CPU, logger)
-    assert len(built) == 1
+    with caplog.at_level(logging.INFO, logger="mla_portable.test"):
+        assert [prompt_attention(spec, DIMS, facts, CPU, logger) is None for _ in found] == [False, True]
+    assert "on record for acme.v1 on" in caplog.text
 
 
 def test_primitives_are_chosen_like_all_others():

@@ -19,6 +19,7 @@ from machines import CPU, H200
 from spoiled import WRONG, registry_with
 from typer.testing import CliRunner
 
+from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.bench.tune import Attempt, TuneResult, tune
 from mla_portable.cli.app import app
 from mla_portable.contracts import (
@@ -365,6 +366,15 @@ def test_a_file_is_of_one_device(tmp_path: Path):
         check_can_add("tune", path, CPU.name)
 
 
+def test_records_of_another_device_are_not_added_under_the_name_of_the_file_s(tmp_path: Path):
+    path = tmp_path / "h200.json"
+    add_to_file(path, tuned())
+    text = path.read_text()
+    with pytest.raises(ValueError, match=f"of one device; it has {H200.name}, got {CPU.name}"):
+        add_to_file(path, tuned(device=CPU.name))
+    assert path.read_text() == text
+
+
 def test_what_is_added_takes_the_name_and_the_place_that_the_file_has(tmp_path: Path):
     path = tmp_path / "h200.json"
     origin = Measurement("H200 of the lab", ("NVIDIA H200*",), "2026-11-02", "0.1.0")
@@ -415,6 +425,21 @@ def test_a_tuned_configuration_is_probed_as_it_will_run(
     (said,) = (record for record in caplog.records if "is not used" in record.getMessage())
     assert said.levelname == "WARNING" and why in said.getMessage() and str(path) in said.getMessage()
     assert "mla-portable tune" in said.getMessage()
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS[1:3], ids=["right", "wrong"])
+def test_a_layer_plans_with_the_configuration_that_its_kernel_is_bound_with(tmp_path: Path, configuration: dict[str, int]):
+    plugin = Plugin()
+    registry = registry_with(("acme", plugin), environ={"MLA_PORTABLE_TIMES": str(tmp_path)})
+    add_to_file(tmp_path / "tuned.json", tuned(configuration, device=registry.facts("cpu").name, heads=2))
+    registry.reload_policy()
+    sizes = {"max_num_tokens": 8, "max_num_reqs": 4, "max_model_len": 64, "topk": 16, "block_size": 16}
+    spec = AttentionSpec(2, 0.1, kv_layout="bf16", graph=False, **sizes)
+    layer = SparseMLAAttention(spec, device="cpu", registry=registry)
+    planned = layer.planner_config().decode_request
+    assert layer.route_decision.verdict.part("decode").decision.chosen == NAME and planned is not None
+    assert dict(planned.configuration or CONFIGURATIONS[0].items()) == plugin.bound_with[-1]
+    assert (planned.configuration is None) == (configuration["wrong"] == 1)
 
 
 def test_a_tuned_configuration_that_is_right_is_bound_after_its_probe(tmp_path: Path):

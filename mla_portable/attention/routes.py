@@ -2,7 +2,7 @@
 """Choosing a route: which composition of primitives serves a layer, ranked like implementations, with reasons as data.
 
 A route's cost is the sum of what serves its decode tokens, its prefill tokens and its gather: the cost of the implementation
-that the registry chose times a weight. Weights are judgements about work, not measurements.
+that the registry chose times a weight. Weights are judgements about work, the same on every device.
 
 A workspace has a price: the cost grows by the share of the device's memory that it takes (0 where the memory is not known).
 A route is measured if its parts are, but for a tenth of their weights, and it has no fixed cost. `Ranking` then ranks routes
@@ -39,7 +39,8 @@ _OTHER_KERNEL: Final = 2.0
 _FUSED_PREFILL_FEW_HEADS: Final = 0.5
 """Prefill tokens through sparse_decode with fewer heads than `ScheduleKind.fused_below_heads`."""
 _GATHER_PREFILL: Final = 0.02
-"""The gather of prefill contexts, of a prefill's time: of 8 to 16 rows a token, on an H200 with 64 heads."""
+"""The gather of prefill contexts, of a prefill's time. A judgement, too, by 8 to 16 rows a token and 64 heads on an H200; where
+the gather was timed, `PrefillTimes` decides in each step."""
 _EVERY_STEP: Final = 200.0
 """What upconvert costs beyond its parts: it is for devices where only the reference (cost 1000) decodes FP8."""
 WEIGHTS_TEXT: Final = (

@@ -258,9 +258,10 @@ def _ask_for_the_rest(decision: Decision | RouteDecision, backend: str | None) -
     from mla_portable.engine.prompts import refusals
 
     spec, facts, head_dims = decision.spec, decision.device, HeadDims()
-    layers = LayerRegistry(current_registry(), backend)
+    registry = current_registry()
+    layers = LayerRegistry(registry, backend)
     found: dict[str, Decision] = {}
-    if not refusals(spec, head_dims):
+    if not refusals(spec, head_dims, facts, registry=registry, backend=backend):
         prompts = layers.decide(prompt_requests(spec, head_dims, facts)["masked"])
         found = {"prompts": prompts} if prompts.chosen and layers.prompt_times(prompts) else {}
     return {**found, "indexer": layers.decide(indexer_requests(facts, spec.topk)[0])}

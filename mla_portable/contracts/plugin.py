@@ -160,10 +160,11 @@ class Registrar(Protocol):
         ...
 
     def add_costs(self, costs: str | Traversable) -> None:
-        """Add measured times of the plugin's implementations, which `mla-portable bench costs` writes.
+        """Add times of the plugin's implementations, which `mla-portable bench costs` and `bench prompts --fit --out` write.
 
-        They rank implementations on the devices that were timed. The fastest time on record is over those of all plugins. What
-        cannot be used of a file is left out, and `mla-portable doctor` says why.
+        They rank implementations on the devices that were timed, and decide which prompts a masked_prefill serves in an engine.
+        The fastest time on record is over those of all plugins. What cannot be used of a file is left out, and `mla-portable
+        doctor` says why.
 
         Args:
             costs: a folder with a file "<device>.json" for each device, as in `importlib.resources.files(__name__) / "costs"`;

@@ -8,39 +8,60 @@ rows before any product with W_UK.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention
-from mla_portable.attention.layer_registry import LayerRegistry
+from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.prompts import prompt_requests
-from mla_portable.contracts import Decision, DeviceFacts, UnsupportedRequest
+from mla_portable.contracts import DeviceFacts, UnsupportedRequest
 from mla_portable.planner.prompts import PromptPlan, plan_prompts
+from mla_portable.registry import Registry
 from mla_portable.times.prompts import Counts, Lengths, PromptTimes
 
 LEAST_SAVED: Final = 5.0
 """Microseconds a layer; below that the host's time for planning the prompts counts for more."""
 
 
-def refusals(spec: AttentionSpec, head_dims: HeadDims) -> list[str]:
-    """Why all tokens of such layers take the sparse route, whatever serves them, in words."""
+def refusals(
+    spec: AttentionSpec,
+    head_dims: HeadDims,
+    facts: DeviceFacts,
+    *,
+    registry: Registry | None = None,
+    backend: BackendChoice = None,
+) -> list[str]:
+    """Why all tokens of such layers take the sparse route, in words. No kernel is run to find out.
+
+    Args:
+        registry, backend: as of PromptAttention.
+    """
     checks = (
         (spec.batch_invariant, "a prompt's bits must not depend on the batch, and its way does"),
         (spec.share.size > 1, f"each of {spec.share.size} ranks has a share of the context"),
         (spec.attn_sink, "attention over keys of each head has no sinks"),
         (head_dims.rope != spec.rope_width, f"keys with {head_dims.rope} rotary columns over rows with {spec.rope_width}"),
     )
-    return [words for refused, words in checks if refused]
+    reasons = [words for refused, words in checks if refused]
+    if reasons:
+        return reasons
+    layers = LayerRegistry(registry, backend, probe=False, where="PromptAttention")
+    masked = layers.decide(prompt_requests(spec, head_dims, facts)["masked"])
+    able = [verdict.implementation for verdict in masked.verdicts if verdict.can_run]
+    if able and not any(layers.prompt_times(replace(masked, chosen=name)) for name in able):
+        return [missing_times(able, facts)]
+    return []
 
 
-def missing_times(decision: Decision) -> str:
-    """Why prompts that `decision` on masked_prefill would serve take the sparse route all the same, and what to do."""
-    chosen, device = decision.chosen, decision.request.device
+def missing_times(implementations: Sequence[str], facts: DeviceFacts) -> str:
+    """Why prompts that these implementations of masked_prefill could serve take the sparse route, and what to do."""
     return (
-        f"no times of the two ways are on record for {chosen} on {device.name}, nor of a device that stands for those of "
-        f"{device.vendor}; `mla-portable bench prompts --fit --out FILE` makes them there"
+        f"no times of the two ways are on record for {', '.join(implementations)} on {facts.name}, nor of a device that stands "
+        f"for those of {facts.vendor}; `mla-portable bench prompts --fit --out FILE` makes them there"
     )
 
 
@@ -48,17 +69,16 @@ def prompt_attention(
     spec: AttentionSpec, head_dims: HeadDims, facts: DeviceFacts, device: torch.device, logger: logging.Logger
 ) -> PromptAttention | None:
     """For layers of `spec`, with `times`; None, with the reasons in the log, where all their tokens take the sparse route."""
-    reasons = refusals(spec, head_dims)
-    if not reasons:
-        layers = LayerRegistry(None, None, where="PromptAttention")
-        masked = layers.decide(prompt_requests(spec, head_dims, facts)["masked"])
-        if masked.chosen and layers.prompt_times(masked) is None:
-            reasons = [missing_times(masked)]  # before kernels are bound that no step would run
+    reasons = refusals(spec, head_dims, facts)
     if not reasons:
         try:
-            return PromptAttention(spec, head_dims, device=device)
+            found = PromptAttention(spec, head_dims, device=device)
         except UnsupportedRequest as error:
             reasons = [str(error)]
+        else:
+            if found.times is not None:
+                return found
+            reasons = [missing_times([str(found.decisions["masked"].chosen)], facts)]
     logger.info("prompts take the sparse route: %s", "; ".join(reasons))
     return None
 

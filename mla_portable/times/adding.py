@@ -49,18 +49,18 @@ def add_to_file(path: Path, times: Sequence[MeasuredTime] = (), prompts: Sequenc
         except OSError as error:
             logger.warning("%s is written without a lock, which its file system does not have: %s", path, error)
         there = _read(path) or TimesFile(path.name)
-        damaged = path.replace(_beside(path, ".damaged")) if there.problems else None
         origin = next(iter(_measurements(there)), None)
         if origin is not None:
-            named = {"device": origin.device, "names": origin.names}
-            times = [replace(each, measurement=replace(each.measurement, **named)) for each in times]
-            prompts = [replace(each, measurement=replace(each.measurement, **named)) for each in prompts]
+            times = [replace(each, measurement=_named_as(origin, each.measurement)) for each in times]
+            prompts = [replace(each, measurement=_named_as(origin, each.measurement)) for each in prompts]
         if there.prompts:
             prompts = [replace(each, stands_for=there.prompts[0].stands_for) for each in prompts]
         replaced = {*map(_call_of_time, times), *map(_call_of_prompts, prompts)}
         kept = [each for each in there.times if _call_of_time(each) not in replaced]
         kept_prompts = [each for each in there.prompts if _call_of_prompts(each) not in replaced]
-        replace_file(path, times_text([*kept, *times], [*kept_prompts, *prompts]).encode())
+        text = times_text([*kept, *times], [*kept_prompts, *prompts])
+        damaged = path.replace(_beside(path, ".damaged")) if there.problems else None
+        replace_file(path, text.encode())
     return damaged
 
 
@@ -75,6 +75,13 @@ def _read(path: Path) -> TimesFile | None:
 
 def _measurements(file: TimesFile) -> list[Measurement]:
     return [each.measurement for each in (*file.times, *file.prompts)]
+
+
+def _named_as(there: Measurement, added: Measurement) -> Measurement:
+    """`added` under the name that the file has for its device. Raises: ValueError for another device."""
+    if not there.matches(added.device):
+        raise ValueError(f"a file of times is of one device; it has {there.device}, got {added.device}")
+    return replace(added, device=there.device, names=there.names)
 
 
 def _call_of_time(time: MeasuredTime) -> Hashable:

@@ -12,10 +12,12 @@
      "stands_for": ["nvidia"]}                                         vendors: see PromptRecord
 
 A time may have a `configuration`, {"block_n": 32, ...}: `mla-portable tune` found it fastest, and the kernel is bound with it.
-`layout`, `heads` and `topk` of a time are null where the primitive has none; what the example leaves in may be left out, but
-`device`, one of `times` and `prompts`, and of a row `implementation`, `us`, `primitive` or the widths and heads. A row may have
-`recorded`, `release` and `versions` of its own. A file of times is a hint: what cannot be used of it is left out and described,
-and the rest counts.
+`layout`, `heads` and `topk` of a time are null where the primitive has none.
+
+A document needs `device`, and `times` or `prompts`; a time needs `implementation`, `primitive` and `us`; a row of prompts needs
+all that is shown. The rest may be left out. A row may have `recorded`, `release` and `versions` of its own.
+
+A file of times is a hint: what cannot be used of it is left out and described, and the rest counts.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class TimesFile:
     """What one document holds.
 
     Attributes:
-        name: of the file. owner: the plugin that ships it. problems: what of it is ignored, and why, in words.
+        name: of the file. owner: the plugin that ships it, "" for a user's own.
+        problems: what of it is ignored, and why, in words.
     """
 
     name: str
