@@ -467,7 +467,7 @@ def test_own_times_of_what_is_not_here_are_left_alone(tmp_path: Path):
     rows = times(("a.v1", FP8, 16, 1, 30.0), ("gone.v1", FP8, 16, 1, 1.0))
     (tmp_path / "mine.json").write_text(times_text(rows))
     registry = with_own(tmp_path, Timed("b.v1", 10.0), Timed("a.v1", 10.0))
-    assert registry.times_problems == ()
+    assert registry.times_ignored == ()
     assert [each.implementation for file in registry.times_files if not file.owner for each in file.times] == ["a.v1"]
     found = {v.implementation: v.cost for v in registry.decide(request(rows=1)).verdicts}
     assert found == {"b.v1": 10, "a.v1": 30}, "the fastest on record is one that is here"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,13 @@ CONFIGURATION = {"block_h": 16, "block_n": 64, "num_warps": 8, "num_stages": 1}
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The user's own times: none yet, and never those of whoever runs the tests."""
     path = tmp_path / "times"
     monkeypatch.setenv("MLA_PORTABLE_TIMES", str(path))
-    return path
+    yield path
+    monkeypatch.undo()
+    current_registry().reload_policy()  # the registry of the process forgets what a test wrote there
 
 
 def request_for(device: DeviceFacts = H200, layout: str = "fp8_ds_mla", heads: int = 16, **others: Any) -> Request:

@@ -172,7 +172,7 @@ def test_a_configuration_holds_for_its_requests_alone(tmp_path: Path):
     def of(request: Request, name: str = NAME) -> Mapping[str, int] | None:
         own = OwnTimes.read({"MLA_PORTABLE_TIMES": str(path.parent)}, OFFERED)
         found = Configurations(own.files).of(name, request)
-        assert own.problems == () and (found is None or found.file == str(path))
+        assert own.ignored == () and (found is None or found.file == str(path))
         return None if found is None else dict(found.configuration)
 
     assert of(request()) is None, "no file, no configuration"
@@ -221,10 +221,10 @@ def test_a_file_that_is_damaged_is_ignored_and_said_once(tmp_path: Path, caplog:
         assert plugin.bound_with == [CONFIGURATIONS[1]] * 2, "the other file counts"
         (said,) = (record for record in caplog.records if str(bad) in record.getMessage())
         assert said.levelname == "WARNING" and "correct or delete it" in said.getMessage()
-        assert [problem for problem in registry.times_problems if str(bad) in problem]
+        assert any(str(bad) in each.what for each in registry.times_ignored)
         bad.unlink()
         registry.reload_policy()
-        assert registry.times_problems == ()
+        assert registry.times_ignored == ()
 
 
 def test_what_cannot_be_read_at_all_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -232,7 +232,7 @@ def test_what_cannot_be_read_at_all_is_ignored_and_said(tmp_path: Path, caplog: 
     (tmp_path / "latin.json").write_bytes(b'{"device": "\xe9"}')
     registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ={"MLA_PORTABLE_TIMES": str(tmp_path)})
     assert registry.decide(request(device=CPU)).chosen == NAME
-    folder, latin = registry.times_problems
+    folder, latin = (each.what for each in registry.times_ignored)
     assert "folder.json: " in folder and "not a regular file" in folder and "latin.json: " in latin
 
 
@@ -259,7 +259,7 @@ def test_a_default_folder_that_cannot_be_read_holds_nothing(tmp_path: Path, capl
         assert registry.decide(asked).chosen == NAME, what
         registry.bind(asked)
         levels = [r.levelname for r in caplog.records if "no times of your own" in r.getMessage()]
-        assert levels == (["INFO"] if environ else []) and registry.times_problems == (), what
+        assert levels == (["INFO"] if environ else []) and registry.times_ignored == (), what
         assert plugin.bound_with[-1] == CONFIGURATIONS[0]
 
 
@@ -268,12 +268,12 @@ def test_a_named_folder_that_cannot_be_read_is_ignored_and_said(tmp_path: Path, 
     path.write_text("")
     registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ={"MLA_PORTABLE_TIMES": str(path)})
     assert registry.decide(request(device=CPU)).chosen == NAME
-    (problem,) = registry.times_problems
-    assert str(path) in problem and problem in caplog.text
+    (ignored,) = registry.times_ignored
+    assert str(path) in ignored.what and f"{ignored.what}; {ignored.remedy}" in caplog.text
     missing = {"MLA_PORTABLE_TIMES": str(tmp_path / "new")}
     registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ=missing)
     assert registry.decide(request(device=CPU)).chosen == NAME, "tune is going to write it"
-    assert "does not exist" in caplog.text and registry.times_problems == ()
+    assert "does not exist" in caplog.text and registry.times_ignored == ()
 
 
 def test_tables_of_older_releases_are_said_with_the_remedy(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -284,11 +284,12 @@ def test_tables_of_older_releases_are_said_with_the_remedy(tmp_path: Path, caplo
     environ = {"XDG_CONFIG_HOME": str(tmp_path), "MLA_PORTABLE_TUNED": "/x/tuned.json"}
     registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ=environ)
     assert registry.decide(request(device=CPU)).chosen == NAME
-    variable, default, inside = registry.times_problems
-    assert "MLA_PORTABLE_TUNED is no longer read" in variable and "MLA_PORTABLE_TIMES" in variable
-    for problem, where in ((default, "mla-portable/tuned.json"), (inside, "times/tuned.json")):
-        assert f"{where}: a tuning table of release 0.2 or older" in problem and "run `mla-portable tune` again" in problem
-        assert problem in caplog.text
+    variable, default, inside = registry.times_ignored
+    assert variable.what == "MLA_PORTABLE_TUNED is set, which is no longer read" and variable.remedy.endswith("unset it")
+    for ignored, where in ((default, "mla-portable/tuned.json"), (inside, "times/tuned.json")):
+        assert ignored.what.endswith(f"{where}: a tuning table of release 0.2 or older, which is no longer read")
+        assert ignored.remedy.startswith("run `mla-portable tune` again") and ignored.remedy.endswith("delete it")
+        assert f"{ignored.what}; {ignored.remedy}" in caplog.text
 
 
 def test_a_write_that_is_interrupted_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,6 @@ from mla_portable.accelerator import device_names
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
 from mla_portable.registry.faults import first_line
-from mla_portable.registry.own_times import TIMES_REMEDY
 from mla_portable.times.files import TimesFile
 
 _PORTABLE: Final = 50.0
@@ -159,7 +158,7 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         for d in decisions
     )
     problems += [*_forced_plugins(registry, rules), *_slow_launches(device)]
-    problems += [Problem(what, TIMES_REMEDY) for what in registry.times_problems]
+    problems += [Problem(each.what, each.remedy) for each in registry.times_ignored]
     problems += _defects(examined, rules, choices)
     problems += _claims_of_everything(registry)
     devices = ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each)))

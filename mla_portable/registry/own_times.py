@@ -13,15 +13,15 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from mla_portable.registry.settings import ENV_TIMES, ENV_TUNED, path_of, read_text_file, value_of
 from mla_portable.times.files import OLD_TABLE, TimesFile, parse_times
 
 _DEFAULT: Final = Path("mla-portable") / "times"
 _OLD_TABLE: Final = Path("mla-portable") / "tuned.json"
-TIMES_REMEDY: Final = f"correct or delete it; `mla-portable bench` and `tune` write others; {ENV_TIMES} names another folder"
-"""What to do about what is ignored."""
+_REMEDY: Final = f"correct or delete it; `mla-portable bench` and `tune` write others; {ENV_TIMES} names another folder"
+_TUNE_AGAIN: Final = f"run `mla-portable tune` again, which writes to the folder of {ENV_TIMES}; then"
 
 logger = logging.getLogger("mla_portable.registry")
 
@@ -44,17 +44,23 @@ def tuned_file(folder: Path, device: str) -> Path:
     return folder / f"tuned-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')[:100] or 'device'}.json"
 
 
+class Ignored(NamedTuple):
+    """What of a user's times is ignored and why, and what to do."""
+
+    what: str
+    remedy: str
+
+
 @dataclass(frozen=True, slots=True)
 class OwnTimes:
     """What the folder holds.
 
     Attributes:
-        files: those of which something can be used, named by their paths, of installed implementations alone. problems: what is
-            ignored, and why, in words.
+        files: those of which something can be used, named by their paths, of installed implementations alone.
     """
 
     files: tuple[TimesFile, ...] = ()
-    problems: tuple[str, ...] = ()
+    ignored: tuple[Ignored, ...] = ()
 
     @classmethod
     def read(cls, environ: Mapping[str, str], offered: Collection[tuple[str, str]]) -> OwnTimes:
@@ -67,7 +73,7 @@ class OwnTimes:
             offered: (implementation, primitive) of all plugins. Times of others are left alone: their plugin may be disabled.
         """
         folder, named = times_folder(environ), bool(value_of(environ, ENV_TIMES))
-        problems = list(_of_older_releases(environ))
+        ignored = list(_of_older_releases(environ))
         try:
             found = [] if folder is None else sorted(path for path in folder.iterdir() if path.suffix == ".json")
         except FileNotFoundError:
@@ -77,7 +83,7 @@ class OwnTimes:
         except (OSError, ValueError) as error:
             found = []
             if named:
-                problems.append(f"{folder}: {error}")
+                ignored.append(Ignored(f"{folder}: {error}", _REMEDY))
             else:
                 logger.info("no times of your own: %s", error)
         files: list[TimesFile] = []
@@ -88,24 +94,25 @@ class OwnTimes:
                 file = TimesFile(str(path), problems=(str(error),))
             if file.problems:
                 first, *others = file.problems
-                problems.append(f"{path}: {first}" + (f", and {len(others)} more like this" if others else ""))
+                what = f"{path}: {first}" + (f", and {len(others)} more like this" if others else "")
+                ignored.append(Ignored(what, f"{_TUNE_AGAIN} delete it" if first == OLD_TABLE else _REMEDY))
             times = tuple(each for each in file.times if (each.implementation, each.primitive) in offered)
             if times or file.prompts:
                 files.append(replace(file, times=times))
-        return cls(tuple(files), tuple(problems))
+        return cls(tuple(files), tuple(ignored))
 
 
-def _of_older_releases(environ: Mapping[str, str]) -> Iterator[str]:
+def _of_older_releases(environ: Mapping[str, str]) -> Iterator[Ignored]:
     """Tuning tables of release 0.2 and older, and the variable that named one."""
     if value_of(environ, ENV_TUNED):
-        yield f"{ENV_TUNED} is no longer read: run `mla-portable tune` again, which writes to the folder of {ENV_TIMES}"
+        yield Ignored(f"{ENV_TUNED} is set, which is no longer read", f"{_TUNE_AGAIN} unset it")
     folder = _configuration_folder(environ)
     try:
         there = folder is not None and (folder / _OLD_TABLE).is_file()
     except OSError:
         return
     if folder is not None and there:
-        yield f"{folder / _OLD_TABLE}: {OLD_TABLE}"
+        yield Ignored(f"{folder / _OLD_TABLE}: {OLD_TABLE}", f"{_TUNE_AGAIN} delete it")
 
 
 def _configuration_folder(environ: Mapping[str, str]) -> Path | None:

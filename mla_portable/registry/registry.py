@@ -41,7 +41,7 @@ from mla_portable.registry.faults import PluginRaised, blame, contained, first_l
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.names import REFERENCE, check_backend
-from mla_portable.registry.own_times import TIMES_REMEDY, OwnTimes
+from mla_portable.registry.own_times import Ignored, OwnTimes
 from mla_portable.registry.plugin_sources import given_plugins, installed_plugins
 from mla_portable.registry.plugins import Brought, PluginReport, load_offers, load_plugins
 from mla_portable.registry.policy import ARGUMENT, KnownNames, Policy, Rule, active_rules, check_names
@@ -178,7 +178,7 @@ class Registry:
         """Read the environment and the user's own times again. What is bound and probes' results stay as they are.
 
         A plugin that was disabled when the registry was built stays out: it takes a new process to import it. What cannot be
-        used of the user's times is ignored, which is logged once and is in `times_problems`.
+        used of the user's times is ignored, which is logged once and is in `times_ignored`.
         Raises: InvalidArgument or UnknownBackend; the old policy and times stay in force then.
         """
         environ = os.environ if self._environ is None else self._environ
@@ -186,9 +186,9 @@ class Registry:
         policy = Policy.from_environment(environ) if self._given_policy is None else self._given_policy
         check_names(policy, self._known)
         own = OwnTimes.read(environ, {(each.name, str(each.primitive)) for each in self._implementations})
-        for problem in own.problems:
-            if problem not in self._own.problems:
-                logger.warning("%s; %s", problem, TIMES_REMEDY)
+        for each in own.ignored:
+            if each not in self._own.ignored:
+                logger.warning("%s; %s", each.what, each.remedy)
         self._machine.limit = plugin_timeout(environ)
         with self._lock:
             self._policy, self._policy_error = policy, None
@@ -216,9 +216,9 @@ class Registry:
         return (*self._shipped, *self._own.files)
 
     @property
-    def times_problems(self) -> tuple[str, ...]:
+    def times_ignored(self) -> tuple[Ignored, ...]:
         """What of the user's own times is ignored, and why."""
-        return self._own.problems
+        return self._own.ignored
 
     @property
     def environment(self) -> tuple[tuple[str, str], ...]:

@@ -45,9 +45,7 @@ _SHARED: Final = ("device", "names", *_ORIGIN, "times", "prompts", "stands_for")
 _ROW: Final = ("implementation", "primitive", "layout", "heads", "topk", "form", "configuration", "us", *_ORIGIN)
 _PROMPTS: Final = ("implementation", "qk_head_dim", "v_head_dim", "heads", "us", *_ORIGIN)
 _CONSTANTS: Final = tuple(field.name for field in fields(PromptTimes))
-OLD_TABLE: Final = (
-    "a tuning table of release 0.2 or older, which is no longer read: run `mla-portable tune` again, and delete it"
-)
+OLD_TABLE: Final = "a tuning table of release 0.2 or older, which is no longer read"
 _ATTENDS: Final = "masked_prefill"
 """The primitive whose implementations `prompts` are of."""
 
