@@ -268,14 +268,15 @@ FOUR_BITS: Final = {"packed": ("packed16", "stock"), "awq": ("awq16", "stock")}
 def four_bits() -> list[Job]:
     """Weights of 4 bits: stock, the plugin, and as SM80, whose GPUs are those that such weights are for; as by default.
 
-    Prompts may go over keys of each head, so that `kv_b_proj` is called, beside what vLLM's layer makes of it for decodes.
+    Prompts may go over keys of each head, so that `kv_b_proj` is called, beside what vLLM's layer makes of it for decodes. Not
+    stock's: vLLM 0.26 asks `kv_b_proj` for its `weight` in a prompt with context, which these have not.
     """
     cells = [(who, kv, "eager") for who in ("stock", "plugin", "sm80") for kv in KV_DTYPES]
     cells += [("plugin", kv, "graphs") for kv in KV_DTYPES]
     found: list[Job] = []
     for (who, kv, mode), (name, (model, _)) in product(cells, FOUR_BITS.items()):
         options = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": 3 if who == "stock" else 1}
-        options |= {"model": model, "by_default": True}
+        options |= {"model": model, "by_default": who != "stock"}
         rehearsal = REHEARSALS.get(who, {})
         label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
         found.append(Job(label, "generate", who, kv, 16, mode, rehearsal=rehearsal, options=options, seconds=300))
