@@ -35,21 +35,22 @@ def bind_for(*requests: Request[Any], graph: Graph = IF_POSSIBLE) -> list[Bound[
 
 
 def decide_route(
-    registry: Registry,
     spec: AttentionSpec,
     device: torch.device,
     *,
+    registry: Registry | None = None,
     clean_slots: bool | None = None,
     probe: bool = True,
 ) -> RouteDecision:
     """The routes for layers of `spec` on `device`, ranked; without graphs where the spec has them and nothing can be captured.
 
     Args:
-        clean_slots: None for a SparseMLAAttention; as a SlotAttention is given it, for that. probe: try implementations that
-            were not tried before.
+        registry: None for the process's own. clean_slots: None for a SparseMLAAttention; as a SlotAttention is given it, for
+            that. probe: try implementations that were not tried before.
     Returns: the decision, whose `spec` says whether layers are captured. Where nothing serves, that without graphs.
     """
-    demand, facts = LayerRegistry(registry, None, probe=probe), registry.facts(device)
+    demand = LayerRegistry(registry, None, probe=probe)
+    facts = demand.facts(device)
 
     def decide(spec: AttentionSpec) -> RouteDecision:
         if clean_slots is None:

@@ -181,7 +181,7 @@ def _attention(spec: AttentionSpec, device: torch.device, *, clean: bool) -> Slo
     shared = _shared()
     found = shared.get((spec, device, clean))
     if found is None:
-        bound = decide_route(get_registry(), spec, device, clean_slots=clean).spec
+        bound = decide_route(spec, device, clean_slots=clean).spec
         found = SlotAttention(bound, device=device, clean_slots=clean)
         if spec.graph and not bound.graph:
             _log_without_graphs(str(found.facts))

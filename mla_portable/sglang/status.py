@@ -39,7 +39,7 @@ def sglang_status(registry: Registry, device: torch.device, *, environ: Mapping[
 
     if note:
         return EngineStatus(version, False, mode, note)
-    served = choices(partial(decide_route, registry, device=device, clean_slots=True))
+    served = choices(partial(decide_route, device=device, registry=registry, clean_slots=True))
     return EngineStatus(version, True, mode, _MEANING[mode], served, _indexer(registry, device, environ))
 
 

@@ -114,7 +114,7 @@ def resolve(
         graph=compat.wants_full_graphs(vllm_config),
         batch_invariant=compat.wants_batch_invariance(),
     )
-    decision = decide_route(get_registry(), spec, device, probe=probe)
+    decision = decide_route(spec, device, probe=probe)
     if decision.chosen is None:
         raise UnsupportedRoute(decision)
     return Resolved(decision.spec, decision, writer)

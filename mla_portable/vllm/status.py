@@ -49,7 +49,7 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
         return found
     version, mode = found
     note = _obstacle(mode, environ)
-    served = choices(partial(decide_route, registry, device=device))
+    served = choices(partial(decide_route, device=device, registry=registry))
     indexer = "" if note else _indexer(registry, device, environ)
     models = () if note else _deepseek_v4(registry, device, settings.route(environ), mode)
     return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer, models)
@@ -84,7 +84,7 @@ def _deepseek_v4(registry: Registry, device: torch.device, route: str, mode: str
     if capability[0] == 12:
         return (("DeepSeek-V4", v4.ON_SM12X),)
     asked = f"mla_portable's ({settings.ENV_MODE}=override)" if mode == "override" else _V4_ON_REQUEST
-    decided = ((heads, decide_route(registry, v4_layer_spec(heads), device, clean_slots=False)) for heads in V4_HEADS)
+    decided = ((heads, decide_route(v4_layer_spec(heads), device, registry=registry, clean_slots=False)) for heads in V4_HEADS)
     served = "; ".join(f"{heads} heads per GPU: {_decode(decision)}" for heads, decision in decided)
     against = v4.against_route(route)
     words = f"vLLM's, mla_portable does not serve it: {against[0]}" if against else f"{asked}; {served}"

@@ -26,7 +26,7 @@ from sglang_version import SELECTORS
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument
-from mla_portable.engine import index_keys
+from mla_portable.engine import index_keys, routing
 from mla_portable.engine.e4m3_stores import StandIn
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.registry import Registry
@@ -128,7 +128,9 @@ def test_off_leaves_sglang_s_kernels(monkeypatch: pytest.MonkeyPatch):
 def test_they_are_replaced_when_a_model_is_built(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """Also where the plugin serves no attention; once, and `doctor` still knows them."""
     caplog.set_level(logging.INFO, logger=settings.logger.name)
-    monkeypatch.setattr(serving, "get_registry", lambda: SimpleNamespace(facts=lambda device: A100))
+    monkeypatch.setattr(
+        serving, "get_registry", lambda: SimpleNamespace(facts=lambda device: A100, keep=lambda key, make: make())
+    )
     monkeypatch.setattr(stock, "_import_error", lambda module: None)
     for _ in range(2):
         fixture(
@@ -145,7 +147,8 @@ def test_they_are_replaced_when_a_model_is_built(monkeypatch: pytest.MonkeyPatch
 
 def test_pools_are_refused_where_nothing_writes_their_keys(monkeypatch: pytest.MonkeyPatch):
     registry = Registry(plugins=(), environ={}, probe=False, facts={"cpu": A100})
-    monkeypatch.setattr(index_keys, "get_registry", lambda: registry)
+    for module in (index_keys, routing):
+        monkeypatch.setattr(module, "get_registry", lambda: registry)
     with pytest.raises(
         InvalidArgument, match=r"(?s)Triton does not convert e4m3 on sm80, and nothing here writes the indexer's"
     ):

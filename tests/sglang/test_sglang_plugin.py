@@ -37,7 +37,10 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts, *, libraries: bool = True) -> None:
     """SGLang's own kernels see this device; what serves here is bound for the CPU nevertheless."""
-    monkeypatch.setattr("mla_portable.sglang.serving.get_registry", lambda: SimpleNamespace(facts=lambda device: facts))
+    monkeypatch.setattr(
+        "mla_portable.sglang.serving.get_registry",
+        lambda: SimpleNamespace(facts=lambda device: facts, keep=lambda key, make: make()),
+    )
     monkeypatch.setattr(stock, "_import_error", lambda module: None if libraries else f"No module named {module!r}")
 
 

@@ -17,6 +17,7 @@ from sglang_version import SELECTORS
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument
+from mla_portable.engine import routing
 from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE
 from mla_portable.registry import Registry
 from mla_portable.sglang import pool_rows, serving, settings, stock
@@ -30,9 +31,7 @@ GATHER = "dequantize_k_cache_paged_dsa" if SELECTORS else "dequantize_k_cache_pa
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0")
-    pool_rows.of_device.cache_clear()
     yield
-    pool_rows.of_device.cache_clear()
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def pretend(facts: DeviceFacts, backend: str = "triton") -> None:
         registry = Registry(environ={"MLA_PORTABLE_BACKEND": backend}, probe=False, facts={"cpu": facts})
         monkeypatch.setattr(pool_rows, "get_registry", lambda: registry)
-        pool_rows.of_device.cache_clear()
+        monkeypatch.setattr(routing, "get_registry", lambda: registry)
 
     return pretend
 
@@ -154,12 +153,12 @@ def test_the_device_is_the_one_that_tensors_name(on: Callable[..., None], no_e4m
     on(A100)
     case = small(cases()["dsa_sparse_decode_ragged_prefix"])
     built = fixture(case, dsa_decode_backend="flashmla_kv", fp8_kv_cache=True, index_topk=16)
-    pool_rows.of_device.cache_clear()
     built.runner.device = "cpu:0"
     serving.attach(built.backend, built.runner)
-    assert pool_rows.of_device.cache_info().currsize == 1
+    bound = [key for key, _ in pool_rows.get_registry().kept if key[0] is pool_rows.PoolRows]
+    assert len(bound) == 1
     QUANT.quantize_k_cache_separate(*latents(2))
-    assert pool_rows.of_device.cache_info().currsize == 1
+    assert [key for key, _ in pool_rows.get_registry().kept if key[0] is pool_rows.PoolRows] == bound
 
 
 def test_decode(on: Callable[..., None], no_e4m3: None, caplog: pytest.LogCaptureFixture):
@@ -192,8 +191,12 @@ def test_other_rows_are_left_to_sglang(on: Callable[..., None], no_e4m3: None):
 
 def test_what_cannot_be_written_is_refused_when_the_model_is_built(monkeypatch: pytest.MonkeyPatch):
     registry = Registry(plugins=(), environ={}, probe=False, facts={"cpu": A100})
-    monkeypatch.setattr(pool_rows, "get_registry", lambda: registry)
-    monkeypatch.setattr("mla_portable.sglang.serving.get_registry", lambda: SimpleNamespace(facts=lambda device: A100))
+    for module in (pool_rows, routing):
+        monkeypatch.setattr(module, "get_registry", lambda: registry)
+    monkeypatch.setattr(
+        "mla_portable.sglang.serving.get_registry",
+        lambda: SimpleNamespace(facts=lambda device: A100, keep=lambda key, make: make()),
+    )
     monkeypatch.setattr(stock, "_import_error", lambda module: None)
     with pytest.raises(InvalidArgument, match=r"(?s)Triton does not convert e4m3 on sm80.*--kv-cache-dtype bfloat16"):
         fixture(

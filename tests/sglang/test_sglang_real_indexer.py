@@ -45,7 +45,9 @@ def a100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     round_ties_to_even(monkeypatch)
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, Fails(getattr(module, name)))
-    monkeypatch.setattr(serving, "get_registry", lambda: SimpleNamespace(facts=lambda device: A100))
+    monkeypatch.setattr(
+        serving, "get_registry", lambda: SimpleNamespace(facts=lambda device: A100, keep=lambda key, make: make())
+    )
     pretend_for_indexer(monkeypatch, A100)
     monkeypatch.setattr(stock, "_import_error", lambda module: None)
     with sglang_indexer.on_the_cpu():

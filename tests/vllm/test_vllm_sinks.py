@@ -107,7 +107,9 @@ class WithoutSinks:
 def without_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry(plugins=[("acme", WithoutSinks())], environ={})
     decide = model.decide_route
-    monkeypatch.setattr(model, "decide_route", lambda _, *given, **named: decide(registry, *given, **{**named, "probe": False}))
+    monkeypatch.setattr(
+        model, "decide_route", lambda *given, **named: decide(*given, **{**named, "registry": registry, "probe": False})
+    )
 
 
 def test_a_layer_whose_implementations_have_no_sinks_is_refused_when_it_is_built(without_sinks: None):

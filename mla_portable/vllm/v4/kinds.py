@@ -84,7 +84,7 @@ class LayerKind:
 
         Raises: UnsupportedRoute or UnsupportedRequest, with the reasons against every implementation.
         """
-        spec = decide_route(get_registry(), spec, device, clean_slots=False).spec  # without graphs where none can be captured
+        spec = decide_route(spec, device, clean_slots=False).spec  # without graphs where none can be captured
         self.attention = SlotAttention(spec, device=device)
         self._wider: dict[int, SlotAttention] = {}
         self._sizes = limits.sizes
