@@ -119,8 +119,9 @@ class Registry:
         self._names_checked: set[tuple[Rule, ...]] = set()
         self._selected: dict[_Key, tuple[Implementation | None, Decision]] = {}
         self._bound: dict[tuple[str, Request], Any] = {}
-        self.kept: dict[tuple[Any, ...], Any] = {}
-        """What callers made of choices (`keep`), by keys that end with the `choice_token` that they were made under."""
+        self.served: dict[tuple[Any, ...], Any] = {}
+        """For the public functions' own cache in front of `bind`: it goes where the registry goes."""
+        self._kept: dict[tuple[Hashable, object], Any] = {}
         self._logged: set[object] = set()
         self._rejected: set[object] = set()
         """Kinds of requests, with a tuned configuration, whose probe failed (`Machine.kind_of`)."""
@@ -196,7 +197,8 @@ class Registry:
             self._generation += 1
             self._selected.clear()
             self._bound.clear()
-            self.kept.clear()
+            self.served.clear()
+            self._kept.clear()
 
     def _use_times(self, own: OwnTimes) -> None:
         """Rank, configure and decide on prompts by what plugins ship and by the user's own times, which come first."""
@@ -232,8 +234,8 @@ class Registry:
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, once for equal keys while the policy in force stays the same: for what a caller binds for many calls."""
         generation, whole = self._generation, (key, self.choice_token())
-        found = self.kept.get(whole)
-        return self._keep(self.kept, whole, make(), generation) if found is None else found
+        found = self._kept.get(whole)
+        return self._keep(self._kept, whole, make(), generation) if found is None else found
 
     def device_types(self) -> list[str]:
         """The device types that torch or a plugin's declaration names, torch's accelerator first, "cpu" last."""

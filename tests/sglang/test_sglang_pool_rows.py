@@ -155,10 +155,10 @@ def test_the_device_is_the_one_that_tensors_name(on: Callable[..., None], no_e4m
     built = fixture(case, dsa_decode_backend="flashmla_kv", fp8_kv_cache=True, index_topk=16)
     built.runner.device = "cpu:0"
     serving.attach(built.backend, built.runner)
-    bound = [key for key, _ in pool_rows.get_registry().kept if key[0] is pool_rows.PoolRows]
+    bound = [key for key, _ in pool_rows.get_registry()._kept if key[0] is pool_rows.PoolRows]
     assert len(bound) == 1
     QUANT.quantize_k_cache_separate(*latents(2))
-    assert [key for key, _ in pool_rows.get_registry().kept if key[0] is pool_rows.PoolRows] == bound
+    assert [key for key, _ in pool_rows.get_registry()._kept if key[0] is pool_rows.PoolRows] == bound
 
 
 def test_decode(on: Callable[..., None], no_e4m3: None, caplog: pytest.LogCaptureFixture):
