@@ -18,10 +18,11 @@ CORE = ROOT / "mla_portable"
 PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / "pyproject.toml").exists())
 CODE = (CORE, ROOT / "ci", *(ROOT / "backends" / plugin / "src" / f"mla_portable_{plugin}" for plugin in PLUGINS))
 
-LOW = {"accelerator", "contracts", "errors", "layouts"}
+LOW = {"_version", "accelerator", "contracts", "errors", "layouts"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts", "primitives"))
 MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry", "times"}
 MAY_IMPORT = {
+    "_version": set(),
     "accelerator": set(),
     "errors": set(),
     "layouts": {"errors"},
@@ -95,12 +96,11 @@ def imported_as(module: str) -> set[str]:
 
 
 def arrows_of_modules(*tops: Path) -> dict[str, set[str]]:
-    """Module below these folders -> those among them whose names it imports. The core's face is left out, for its names load on
-    first use.
+    """Module below these folders -> those among them whose names it imports.
 
     `from package import module` is an arrow to the module alone.
     """
-    files = {module_name(path): path for top in tops for path in top.rglob("*.py") if path != CORE / "__init__.py"}
+    files = {module_name(path): path for top in tops for path in top.rglob("*.py")}
     known = {name: module for module in files for name in imported_as(module)}
     arrows: dict[str, set[str]] = {}
     for module, path in files.items():

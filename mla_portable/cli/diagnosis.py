@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from mla_portable import __version__
+from mla_portable._version import __version__
 from mla_portable.accelerator import device_names
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry

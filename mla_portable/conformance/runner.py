@@ -252,7 +252,7 @@ def run_installed(case: Case, device: torch.device) -> CaseResult:
 
 
 def _versions(facts: DeviceFacts) -> tuple[tuple[str, str], ...]:
-    from mla_portable import __version__
+    from mla_portable._version import __version__
 
     own = {"mla_portable": __version__, "python": platform.python_version(), "torch": torch.__version__}
     return tuple(sorted({**dict(facts.libraries), **own}.items()))
