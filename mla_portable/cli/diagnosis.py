@@ -194,7 +194,7 @@ def _times_read(files: Iterable[TimesFile], facts: DeviceFacts) -> Iterator[Time
 def _slow_launches(device: torch.device) -> Iterator[Problem]:
     """Kernels of Triton that it launches itself, which takes the host longer. On a CPU they are interpreted."""
     if device.type != "cpu" and find_spec("triton") is not None:
-        from mla_portable.contracts.triton_launcher import why_through_triton
+        from mla_portable.kit.triton_launcher import why_through_triton
 
         why = why_through_triton()
         if why is not None:

@@ -25,8 +25,8 @@ from mla_portable.contracts import (
     Primitive,
     Reason,
     UnknownBackend,
-    neutral_defaults,
 )
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.problems.base import Case, cases_for, check_level
 from mla_portable.problems.compare import Finding, same_bits
 from mla_portable.problems.stage import Problem
