@@ -21,11 +21,12 @@ CORE = ROOT / "mla_portable"
 PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / "pyproject.toml").exists())
 CODE = (CORE, ROOT / "ci", *(ROOT / "backends" / plugin / "src" / f"mla_portable_{plugin}" for plugin in PLUGINS))
 
-LOW = {"_version", "accelerator", "contracts", "errors", "kit", "layouts"}
+LOW = {"_version", "accelerator", "contracts", "errors", "kit", "layouts", "models"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "kit", "layouts", "primitives"))
 MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry", "times"}
 MAY_IMPORT = {
     "_version": set(),
+    "models": set(),
     "accelerator": set(),
     "errors": set(),
     "layouts": {"errors"},
