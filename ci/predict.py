@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from mla_portable.capability.profiles import Facts, Profile, all_profiles
 from mla_portable.layouts import LAYOUTS
+from mla_portable.models import DEEPSEEK_V32
 from mla_portable_nvidia.compile_all import cuobjdump
 from mla_portable_nvidia.native import sparse_decode_sm80
 from mla_portable_nvidia.native.kernel_build import BLOCK_RESERVE, SM_SHARED_MEMORY, compile_build
@@ -37,7 +38,7 @@ MMA_SYNC_H200 = 585.0
 EXPECTED = 0.85
 """Of the sum of parts: products, memory, shared memory and the busiest unit of the others hardly overlap in these loops. The
 code for sm80 takes 0.74 to 0.95 of it on an H200, from 64 rows on (docs/dev/sm80-sm89.md)."""
-K = 2048
+K = DEEPSEEK_V32.topk
 COLUMNS = (
     *("kernel", "step", "warps", "registers", "shared", "programs", "all", "products", "ldmatrix", "copies"),
     *("integer", "multiply", "float", "half", "exp"),

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from mla_portable._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from mla_portable.attention import AttentionSpec as AttentionSpec
     from mla_portable.attention import SparseMLAAttention as SparseMLAAttention
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from mla_portable.primitives import *
     from mla_portable.registry import get_registry as get_registry
     from mla_portable.registry import use as use
-
-__version__ = "0.2.0"
 
 _PRIMITIVES = "mla_portable.primitives"
 _HOME = {

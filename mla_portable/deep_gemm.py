@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator, default_device
-from mla_portable.contracts.rules import check_cache, check_dense, check_tensor, shape_of
 from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse
 from mla_portable.errors import InvalidArgument
+from mla_portable.kit.rules import check_cache, check_dense, check_tensor, shape_of
 from mla_portable.layouts import INDEX, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import indexer_logits, indexer_logits_ragged
 

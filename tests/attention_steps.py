@@ -14,11 +14,8 @@ from recorder import Recorder, registry_of
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
-from mla_portable.contracts import (
-    SPLIT_KV,
-    Batch,
-    StepPlan,
-)
+from mla_portable.contracts import Batch, StepPlan
+from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.layouts import LAYOUTS as CACHE_LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 
 
 @triton.jit

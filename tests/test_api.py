@@ -15,14 +15,9 @@ from recorder import Recorder, registry_of
 import mla_portable
 from mla_portable import dispatch, primitives
 from mla_portable.accelerator import Accelerator
-from mla_portable.contracts import (
-    SPLIT_KV,
-    InvalidArgument,
-    PlanMismatch,
-    Primitive,
-    SplitSchedule,
-)
+from mla_portable.contracts import InvalidArgument, PlanMismatch, Primitive
 from mla_portable.dispatch import serving
+from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry, get_registry, reset_registry

@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import (
-    SPLIT_KV,
     Batch,
     ContextShare,
     DecodeSchedule,
@@ -42,9 +41,9 @@ from mla_portable.contracts import (
     PlanMismatch,
     ScheduleKind,
     ScheduleLimits,
-    SplitSchedule,
 )
 from mla_portable.contracts.share import WHOLE
+from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.registry import Registry

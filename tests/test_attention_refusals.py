@@ -28,12 +28,8 @@ from recorder import Recorder
 from torch import Tensor
 
 from mla_portable.attention import HeadDims, PromptAttention, SlotAttention, SparseMLAAttention, StepBuffers, checks
-from mla_portable.contracts import (
-    InvalidArgument,
-    PlanMismatch,
-    SplitSchedule,
-    StepPlan,
-)
+from mla_portable.contracts import InvalidArgument, PlanMismatch, StepPlan
+from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.planner import Planner
 from mla_portable_nvidia.flashmla.tile_schedules import TileSchedule
 

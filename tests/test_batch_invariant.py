@@ -19,14 +19,8 @@ from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.cli.app import app
 from mla_portable.conformance import cases_for
 from mla_portable.conformance.runner import _bind_and_run
-from mla_portable.contracts import (
-    SPLIT_KV,
-    Batch,
-    Implementation,
-    Primitive,
-    Request,
-    SplitSchedule,
-)
+from mla_portable.contracts import Batch, Implementation, Primitive, Request
+from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL

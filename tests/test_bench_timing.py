@@ -26,20 +26,17 @@ from mla_portable.bench import timing
 from mla_portable.bench.candidates import decode_schedule, our_candidates
 from mla_portable.bench.kernel_records import kernel_lines
 from mla_portable.contracts import (
-    SPLIT_KV,
     Baseline,
     Implementation,
     PluginError,
-    ProgramShape,
     Reason,
     Registrar,
     Request,
     ScheduleKind,
-    SplitSchedule,
     Support,
     hookimpl,
-    split_kv_kind,
 )
+from mla_portable.kit.split_kv import SPLIT_KV, ProgramShape, SplitSchedule, split_kv_kind
 from mla_portable.primitives import CACHE_WRITE, MERGE_STATES, SPARSE_DECODE
 from mla_portable.problems.bench import BenchProblem, KernelCase
 from mla_portable.registry import Registry

@@ -14,16 +14,15 @@ from attention_steps import SPEC, make_step, plan_for
 import mla_portable.reference
 from mla_portable.attention import HeadDims, PromptAttention, SlotAttention, SparseMLAAttention
 from mla_portable.contracts import (
-    SPLIT_KV,
     Implementation,
     Primitive,
     Registrar,
     Request,
     ScheduleKind,
-    SplitSchedule,
     Support,
     hookimpl,
 )
+from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.planner.prompts import plan_prompts
 from mla_portable.primitives import MASKED_PREFILL, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry

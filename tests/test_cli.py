@@ -26,10 +26,10 @@ from mla_portable.cli.conform import conform
 from mla_portable.cli.kernels import kernels
 from mla_portable.cli.output import digits
 from mla_portable.cli.step import run
-from mla_portable.contracts import ROUTES, Primitive
+from mla_portable.contracts import ROUTES, Primitive, Request
 from mla_portable.dispatch import serving
 from mla_portable.layouts import SCALE_FORMATS
-from mla_portable.primitives import CONCAT_MLA_K, MASKED_PREFILL, MERGE_STATES, PACK_SELECTION
+from mla_portable.primitives import CONCAT_MLA_K, INDEXER_SELECT, MASKED_PREFILL, MERGE_STATES, PACK_SELECTION
 from mla_portable.problems import LEVELS
 from mla_portable.problems.bench import timed_primitives
 from mla_portable.problems.step import default_shape
@@ -652,6 +652,40 @@ def test_warm_runs_what_engines_run_and_says_what_is_new_in_the_caches(tmp_path,
     assert {"indexer", "layer of 2 heads, fp8_ds_mla, pow2 scales", "layer of 2 heads, fp8_ds_mla, amax scales"} < {*ran}
     text = invoke(*words).stdout
     assert "0 new files" in text and f"{triton}: 3 files, 0 of them new" in text
+
+
+def watched_registry() -> tuple[Registry, list[Request]]:
+    """A registry, and the requests that it decided on."""
+    seen: list[Request] = []
+    registry = registry_with(("acme", "fake_plugins.acme"))
+    decide = registry.decide
+
+    def deciding(request, *given, **named):
+        seen.append(request)
+        return decide(request, *given, **named)
+
+    registry.decide = deciding
+    return registry, seen
+
+
+def test_prompts_are_timed_with_the_widths_of_the_model_that_is_named():
+    words = ["bench", "prompts", "--device", "cpu", "--heads", "2", "--layout", "bf16", "--repeat", "1"]
+    for model, widths in (("glm-5", (256, 256)), ("deepseek-v3.2", (192, 128))):
+        registry, seen = watched_registry()
+        assert document(*words, "--model", model, registry=registry)["ok"]
+        assert {(each.qk_head_dim, each.v_head_dim) for each in seen if each.primitive == MASKED_PREFILL} == {widths}
+    assert "--model" in invoke(*words, "--model", "deepseek-v4", code=2).stderr
+
+
+def test_warm_runs_layers_of_the_model_that_is_named():
+    """Widths of GLM-5's prompts and heads of its indexer; models whose layers are not those of a step are refused."""
+    registry, seen = watched_registry()
+    answer = document("warm", "--device", "cpu", "--model", "GLM-5", "--heads", "2", "--layout", "bf16", registry=registry)
+    assert answer["ok"] and answer["model"] == "GLM-5"
+    assert {each.num_heads for each in seen if each.primitive == INDEXER_SELECT} == {32}
+    assert {(each.qk_head_dim, each.v_head_dim) for each in seen if each.primitive == MASKED_PREFILL} == {(256, 256)}
+    refused = invoke("warm", "--device", "cpu", "--model", "deepseek-v4", code=2).stderr
+    assert "--model" in refused and "deepseek-v3.2, glm-5 (got 'deepseek-v4')" in refused
 
 
 def test_warm_fails_where_nothing_serves():

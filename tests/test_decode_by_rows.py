@@ -13,7 +13,8 @@ from machines import H200, costs_of
 from recorder import Recorder
 
 from mla_portable.attention import SlotAttention, SparseMLAAttention
-from mla_portable.contracts import SPLIT_KV, Batch
+from mla_portable.contracts import Batch
+from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
 

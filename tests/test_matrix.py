@@ -511,7 +511,7 @@ def test_an_edit_changes_no_choice_and_needs_no_new_run(copy_of_the_code: Path) 
         (nvidia / "native/bound_attention.py", "for it was bound for", "because it was bound for"),
         (triton / "attention_configs.py", "from __future__", "# another comment\nfrom __future__"),
         (core / "accelerator.py", "from __future__", "# another comment\nfrom __future__"),
-        (core / "contracts/triton_launcher.py", "_KEPT: Final = 1024", "_KEPT: Final = 2048"),
+        (core / "kit/triton_launcher.py", "_KEPT: Final = 1024", "_KEPT: Final = 2048"),
         (nvidia / "native/sparse_decode.cuh", "\n", "\n// a comment\n"),
         (
             core / "layouts/__init__.py",

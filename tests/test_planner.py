@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mla_portable.contracts import SPLIT_KV, Batch, InvalidArgument, StepPlan
+from mla_portable.contracts import Batch, InvalidArgument, StepPlan
+from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.planner.staging import StagingRing
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, tile_schedule

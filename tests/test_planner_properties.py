@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_portable.contracts import SPLIT_KV, Batch, StepPlan
+from mla_portable.contracts import Batch, StepPlan
+from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.times.prefill import PrefillTimes
 from mla_portable.times.rows import Times

@@ -37,7 +37,7 @@ from machines import CPU, H200
 from torch import Tensor
 
 from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Request, UnsupportedRequest
-from mla_portable.contracts.rules import check_cache
+from mla_portable.kit.rules import check_cache
 from mla_portable.problems import attention_problem, draw
 from mla_portable.problems.base import cases_for
 from mla_portable.problems.probe import request_case

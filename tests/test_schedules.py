@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from mla_portable.contracts import PlanMismatch, ProgramShape, ScheduleLimits, split_kv
-from mla_portable.contracts.split_kv import SplitSchedules
+from mla_portable.contracts import PlanMismatch, ScheduleLimits
+from mla_portable.kit.split_kv import ProgramShape, SplitSchedules, split_kv
 from mla_portable.layouts import KV_LORA_RANK
 
 

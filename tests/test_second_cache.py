@@ -16,11 +16,9 @@ from mla_portable.contracts import (
     PlanMismatch,
     Request,
     ScheduleLimits,
-    SplitSchedule,
     Support,
-    split_kv,
 )
-from mla_portable.contracts.split_kv import SplitSchedules
+from mla_portable.kit.split_kv import SplitSchedule, SplitSchedules, split_kv
 from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE, FP8_V4, CacheLayout
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL

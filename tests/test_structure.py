@@ -9,23 +9,29 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from mla_portable import contracts
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "mla_portable"
 PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / "pyproject.toml").exists())
 CODE = (CORE, ROOT / "ci", *(ROOT / "backends" / plugin / "src" / f"mla_portable_{plugin}" for plugin in PLUGINS))
 
-LOW = {"accelerator", "contracts", "errors", "layouts"}
-PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts", "primitives"))
+LOW = {"_version", "accelerator", "contracts", "errors", "kit", "layouts", "models"}
+PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "kit", "layouts", "primitives"))
 MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry", "times"}
 MAY_IMPORT = {
+    "_version": set(),
+    "models": set(),
     "accelerator": set(),
     "errors": set(),
     "layouts": {"errors"},
     "contracts": {"accelerator", "errors", "layouts"},
+    "kit": {"accelerator", "contracts", "errors", "layouts"},
     "times": LOW,
     "registry": LOW | {"primitives", "problems", "times"},  # primitives and problems only while it probes, see below
     "problems": LOW | {"planner", "primitives"},
@@ -95,12 +101,11 @@ def imported_as(module: str) -> set[str]:
 
 
 def arrows_of_modules(*tops: Path) -> dict[str, set[str]]:
-    """Module below these folders -> those among them whose names it imports. The core's face is left out, for its names load on
-    first use.
+    """Module below these folders -> those among them whose names it imports.
 
     `from package import module` is an arrow to the module alone.
     """
-    files = {module_name(path): path for top in tops for path in top.rglob("*.py") if path != CORE / "__init__.py"}
+    files = {module_name(path): path for top in tops for path in top.rglob("*.py")}
     known = {name: module for module in files for name in imported_as(module)}
     arrows: dict[str, set[str]] = {}
     for module, path in files.items():
@@ -220,14 +225,14 @@ def test_a_private_name_of_another_package_is_found(tmp_path: Path):
     path = tmp_path / "module.py"
     path.write_text(
         "import mla_portable.primitives._indexer, torch._C\n"
-        "from mla_portable.contracts.rules import _STRIDED, check_cache\n"
+        "from mla_portable.kit.rules import _STRIDED, check_cache\n"
         "from mla_portable import __version__\n"
     )
     assert private_imports(path, "mla_portable.attention") == {
         "mla_portable.primitives._indexer",
-        "mla_portable.contracts.rules._STRIDED",
+        "mla_portable.kit.rules._STRIDED",
     }
-    assert private_imports(path, "mla_portable.primitives") == {"mla_portable.contracts.rules._STRIDED"}
+    assert private_imports(path, "mla_portable.primitives") == {"mla_portable.kit.rules._STRIDED"}
 
 
 def absent_imports(path: Path, modules: set[str]) -> set[str]:
@@ -264,7 +269,7 @@ def test_no_bound_on_scratch_is_defined_twice():
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_plugin_imports_the_contracts_alone(plugin: str):
+def test_a_plugin_imports_the_contracts_and_what_is_made_for_plugins(plugin: str):
     for path in (ROOT / "backends" / plugin / "src").rglob("*.py"):
         core = {m for m in imported_modules(path) if m == "mla_portable" or m.startswith("mla_portable.")}
         outside = {m for m in core if not m.startswith(PLUGINS_MAY_IMPORT)}
@@ -286,6 +291,29 @@ def test_the_registry_needs_no_primitive_to_be_imported():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
+@pytest.mark.parametrize(
+    ("module", "names"),
+    {
+        "defaults": ("neutral_defaults",),
+        "results": ("attention_results", "head_results"),
+        "split_kv": ("SPLIT_KV", "ProgramShape", "SplitSchedule", "split_kv", "split_kv_kind"),
+    }.items(),
+)
+def test_what_the_contracts_handed_on_is_there_for_a_release(module: str, names: tuple[str, ...]):
+    for name in names:
+        with pytest.warns(DeprecationWarning, match=rf"import {name} from mla_portable\.kit\.{module}, not from"):
+            assert getattr(contracts, name) is getattr(import_module(f"mla_portable.kit.{module}"), name)
+
+
+def test_the_launcher_s_former_module_is_there_for_a_release():
+    """By a name that the pages gave."""
+    code = (
+        "from mla_portable.contracts.triton_launcher import TritonLauncher as former\n"
+        "from mla_portable.kit.triton_launcher import TritonLauncher\nassert former is TritonLauncher"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_every_public_name_is_there():
     import mla_portable
     from mla_portable.contracts import Primitive
@@ -302,7 +330,7 @@ def test_every_file_carries_its_licence_and_says_what_it_is(path: Path):
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 
-@pytest.mark.parametrize("package", ["engine", "sglang", "times", "vllm"])
+@pytest.mark.parametrize("package", ["engine", "kit", "sglang", "times", "vllm"])
 def test_a_package_s_table_lists_its_modules(package: str):
     folder = CORE / package
     table = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mla_portable
 from mla_portable.contracts import InvalidArgument, Primitive
-from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
+from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 
 WITHOUT_TABLE = {"merge_states", "quantize_per_tensor"}
 """Tensors of any rank."""

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mla_portable as mp
-from mla_portable.contracts import Batch, DeviceFacts, Primitive, Request, neutral_defaults
+from mla_portable.contracts import Batch, DeviceFacts, Primitive, Request
 from mla_portable.dispatch import serving
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.layouts.fp8_ds_mla import _e4m3_pairs
 from mla_portable.primitives import (
     CACHE_WRITE,

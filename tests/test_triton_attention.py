@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton_machine import device, facts, memory_is_poisoned
 
-from mla_portable.contracts import DeviceFacts, Request, SplitSchedule, split_kv
+from mla_portable.contracts import DeviceFacts, Request
+from mla_portable.kit.split_kv import SplitSchedule, split_kv
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_triton.attention_configs import CONFIGS, attention_config, program_shape

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Primitive, Request
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable_triton import bind_attention, bind_data, bind_indexer, bind_prompts, kernels
 
 ROWS = 65_544

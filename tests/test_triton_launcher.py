@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import mla_portable.contracts.triton_launcher as module
-from mla_portable.contracts.triton_launcher import TritonLauncher
+import mla_portable.kit.triton_launcher as module
+from mla_portable.kit.triton_launcher import TritonLauncher
 
 pytest.importorskip("triton")
 

@@ -24,15 +24,14 @@ from mla_portable.contracts import (
     DeviceFacts,
     Implementation,
     Primitive,
-    ProgramShape,
     Reason,
     Request,
     ScheduleLimits,
     Support,
     Tunable,
-    split_kv,
 )
 from mla_portable.dispatch import serving
+from mla_portable.kit.split_kv import ProgramShape, split_kv
 from mla_portable.primitives import (
     CONCAT_MLA_K,
     CONVERT_INDICES,

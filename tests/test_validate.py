@@ -42,8 +42,9 @@ from recorder import Recorder, registry_of
 from torch import Tensor
 
 import mla_portable
-from mla_portable.contracts import InvalidArgument, PlanMismatch, SplitSchedule
+from mla_portable.contracts import InvalidArgument, PlanMismatch
 from mla_portable.dispatch import serving
+from mla_portable.kit.split_kv import SplitSchedule
 
 
 def scratch_in_one_place() -> SplitSchedule:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import Part, StepViews, rows_of
-from mla_portable.contracts import InvalidArgument, PrefillChunk, StepPlan, neutral_defaults
-from mla_portable.contracts.rules import extent
+from mla_portable.contracts import InvalidArgument, PrefillChunk, StepPlan
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe
+from mla_portable.kit.defaults import neutral_defaults
+from mla_portable.kit.rules import extent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,8 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import DecodeSchedule, InvalidArgument, PlanMismatch, StepPlan
-from mla_portable.contracts.rules import check_cache, check_disjoint, check_flat_rows, check_tensor, rows_alignment, shape_of
 from mla_portable.contracts.values import describe, refuse
+from mla_portable.kit.rules import check_cache, check_disjoint, check_flat_rows, check_tensor, rows_alignment, shape_of
 from mla_portable.primitives.cache_write import check as check_write
 
 _WHERE: Final = "SparseMLAAttention.forward"

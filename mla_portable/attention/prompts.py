@@ -26,8 +26,8 @@ from mla_portable.attention.checks import check_layer_cache
 from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import Decision, DeviceFacts, PlanMismatch, Request
-from mla_portable.contracts.rules import check_dense, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import INT32_MAX, check_count, check_fields, check_type, describe, device_of, refuse
+from mla_portable.kit.rules import check_dense, check_disjoint, check_tensor, shape_of
 from mla_portable.planner.prompts import KeyPart, PromptPlan
 from mla_portable.primitives import (
     CONCAT_MLA_K,

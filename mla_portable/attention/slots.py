@@ -34,13 +34,13 @@ from mla_portable.contracts import (
     ScheduleKind,
     ScheduleLimits,
     SchedulePlanner,
-    neutral_defaults,
 )
 from mla_portable.contracts.primitive import F, Primitive
-from mla_portable.contracts.rules import check_dense
-from mla_portable.contracts.second_cache import second_cache
-from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_count, check_scale, check_type, describe, device_of, refuse
+from mla_portable.kit.defaults import neutral_defaults
+from mla_portable.kit.rules import check_dense
+from mla_portable.kit.second_cache import second_cache
+from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.bound import Bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from mla_portable import __version__
+from mla_portable._version import __version__
 from mla_portable.contracts import DeviceFacts
 from mla_portable.times.records import Measurement
 

@@ -22,6 +22,7 @@ from mla_portable.bench.timing import captured, measure_in_turns
 from mla_portable.contracts import Batch
 from mla_portable.dispatch import current_registry
 from mla_portable.layouts import LAYOUTS
+from mla_portable.models import DEEPSEEK_V32, Model
 from mla_portable.planner import Planner
 from mla_portable.planner.prompts import plan_prompts
 from mla_portable.times.prompts import Counts, PromptTimes
@@ -87,13 +88,18 @@ def lengths(requests: Requests) -> tuple[np.ndarray, np.ndarray]:
     return np.array([new for new, _ in requests], np.int32), np.array([total for _, total in requests], np.int32)
 
 
+def can_time(model: Model) -> bool:
+    """Its layers have both ways, over rows with a rotary part."""
+    return model.per_head_prompts and model.head_dims[1] > 0
+
+
 def make_layer(
     device: torch.device,
     *,
     num_heads: int,
     layout: str = "fp8_ds_mla",
     head_dims: HeadDims | None = None,
-    topk: int = 2048,
+    topk: int = DEEPSEEK_V32.topk,
     max_num_tokens: int = 8192,
     max_model_len: int = 16_384,
     backend: BackendChoice = None,

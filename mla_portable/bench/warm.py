@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from mla_portable.accelerator import accelerator
-from mla_portable.attention import SparseMLAAttention
+from mla_portable.attention import HeadDims, SparseMLAAttention
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.bench.candidates import prepared
 from mla_portable.bench.kernels import Progress
@@ -26,6 +26,7 @@ from mla_portable.contracts import DeviceFacts, UnsupportedRequest
 from mla_portable.engine.deepseek import layer_spec
 from mla_portable.engine.routing import served_by
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS
+from mla_portable.models import Model
 from mla_portable.planner import Planner
 from mla_portable.problems.bench import Workshop
 from mla_portable.problems.step import StepShape, make_inputs, step_cases
@@ -35,8 +36,19 @@ _STEPS: Final = ((1, 0), (8, 0), (64, 0), (256, 0), (0, 2), (4, 2))
 """Decodes and prefills of the steps of a layer: what serves may depend on the number of rows."""
 _PROMPTS: Final = (((512, 512),), ((4096, 4096),), ((1024, 8192),))
 """New tokens and new tokens with their context: all keys, a selection of them, behind a context."""
-_GPU: Final[Mapping[str, int]] = {"topk": 2048, "context": 4096, "prefill_tokens": 512, "max_model_len": 163_840}
-_CPU: Final[Mapping[str, int]] = {"topk": 64, "context": 64, "prefill_tokens": 8, "max_model_len": 256}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of what runs. topk, max_model_len: of a layer. context, prefill_tokens: of the steps."""
+
+    topk: int
+    max_model_len: int
+    context: int = 4096
+    prefill_tokens: int = 512
+
+
+_CPU: Final = _Sizes(topk=64, max_model_len=256, context=64, prefill_tokens=8)
 """Nothing is compiled for a CPU but in tests."""
 
 
@@ -77,24 +89,30 @@ class WarmReport:
         return {"ok": self.ok, **asdict(self)}
 
 
+def can_warm(model: Model) -> bool:
+    """Its layers are those of a step: queries and rows with a rotary part, and one cache."""
+    return model.head_dims[1] > 0 and not model.extra_topk
+
+
 def warm(
     device: torch.device,
     *,
     registry: Registry,
+    model: Model,
     heads: Collection[int],
     layouts: Collection[str],
     environ: Mapping[str, str],
     progress: Progress | None = None,
 ) -> WarmReport:
-    """Compile what layers of DeepSeek-V3.2 run on `device`, by running it.
+    """Compile what layers of a model run on `device`, by running it.
 
     Args:
-        heads: query heads of a rank. layouts: of the cache. environ: says where caches are.
+        model: one that `can_warm`. heads: query heads of a rank. layouts: of the cache. environ: says where caches are.
     Raises: whatever an implementation raises; that none serves is an error in the report.
     """
     folders = cache_folders(registry, environ)
     before = {folder: files_in(folder) for folder in folders}
-    jobs = list(_jobs(device, registry, heads, layouts))
+    jobs = list(_jobs(device, registry, model, heads, layouts))
     ran: list[Warmed] = []
     for number, (what, job) in enumerate(jobs):
         if progress:
@@ -132,34 +150,34 @@ def _cache(folder: Path, before: frozenset[Path], after: frozenset[Path]) -> Cac
 
 
 def _jobs(
-    device: torch.device, registry: Registry, heads: Collection[int], layouts: Collection[str]
+    device: torch.device, registry: Registry, model: Model, heads: Collection[int], layouts: Collection[str]
 ) -> Iterator[tuple[str, Callable[[], str]]]:
-    sizes = _CPU if device.type == "cpu" else _GPU
+    sizes = _CPU if device.type == "cpu" else _Sizes(model.topk, model.max_model_len)
     for layout in layouts:
         formats = SCALE_FORMATS if LAYOUTS[layout].is_quantized else (None,)
         for count in heads:
             for scales in formats:
                 name = ", ".join(filter(None, (f"layer of {count} heads", layout, scales and f"{scales} scales")))
-                yield name, partial(_layer, device, registry, layout, count, scales, sizes)
-            yield f"prompts over keys of each head, {count} heads, {layout}", partial(_prompts, device, layout, count, sizes)
-    yield "indexer", partial(_indexer, device, registry, sizes)
+                yield name, partial(_layer, device, registry, model, layout, count, scales, sizes)
+            name = f"prompts over keys of each head, {count} heads, {layout}"
+            yield name, partial(_prompts, device, model, layout, count, sizes)
+    yield "indexer", partial(_indexer, device, registry, model, sizes)
 
 
 def _layer(
-    device: torch.device, registry: Registry, layout: str, heads: int, scales: str | None, sizes: Mapping[str, int]
+    device: torch.device, registry: Registry, model: Model, layout: str, heads: int, scales: str | None, sizes: _Sizes
 ) -> str:
-    topk = sizes["topk"]
-    spec = layer_spec(layout, heads, topk=topk, max_model_len=sizes["max_model_len"], scale_format=scales)
+    spec = layer_spec(model, layout, heads, topk=sizes.topk, max_model_len=sizes.max_model_len, scale_format=scales)
     layer = SparseMLAAttention(spec, device=device, registry=registry)
     planner = Planner(layer.planner_config())
     for decodes, prefills in _STEPS:
         shape = StepShape(
             num_heads=heads,
-            topk=topk,
+            topk=spec.topk,
             decodes=decodes,
             prefills=prefills,
-            prefill_tokens=sizes["prefill_tokens"],
-            context=sizes["context"],
+            prefill_tokens=sizes.prefill_tokens,
+            context=sizes.context,
             block_size=spec.block_size,
             kv_layout=layout,
         )
@@ -170,11 +188,11 @@ def _layer(
     return served_by(layer.route_decision)
 
 
-def _prompts(device: torch.device, layout: str, heads: int, sizes: Mapping[str, int]) -> str:
+def _prompts(device: torch.device, model: Model, layout: str, heads: int, sizes: _Sizes) -> str:
     small = device.type == "cpu"
-    limits: dict[str, Any] = {"max_num_tokens": 128, "max_model_len": 128} if small else {}
+    sized: dict[str, Any] = {"topk": sizes.topk, **({"max_num_tokens": 128, "max_model_len": 128} if small else {})}
     try:
-        layer = make_layer(device, num_heads=heads, layout=layout, topk=sizes["topk"], **limits)
+        layer = make_layer(device, num_heads=heads, layout=layout, head_dims=HeadDims(*model.head_dims), **sized)
     except UnsupportedRequest:  # an engine then lets prompts take the route of the layer
         return "nothing: prompts take the layer's route"
     for requests in (((12, 12),), ((70, 70),), ((20, 90),)) if small else _PROMPTS:
@@ -183,12 +201,12 @@ def _prompts(device: torch.device, layout: str, heads: int, sizes: Mapping[str, 
     return ", ".join(dict.fromkeys(f"{each.request.primitive} {each.chosen}" for each in decisions))
 
 
-def _indexer(device: torch.device, registry: Registry, sizes: Mapping[str, int]) -> str:
+def _indexer(device: torch.device, registry: Registry, model: Model, sizes: _Sizes) -> str:
     demand, served = LayerRegistry(registry, None), dict[str, None]()
     workshop = Workshop(device, registry.facts(device), check_rows=1, block_size=64)
     for decodes in (1, 8, 64, 256) if device.type != "cpu" else (2,):
-        shape = StepShape(decodes=decodes, prefills=0, topk=sizes["topk"], context=sizes["context"])
-        problem = workshop.make(step_cases(shape)["indexer_select"])
+        shape = StepShape(decodes=decodes, prefills=0, topk=sizes.topk, context=sizes.context)
+        problem = workshop.make(step_cases(shape, index_heads=model.index_heads)["indexer_select"])
         decision = demand.decide(problem.request)
         implementation = demand.chosen(decision)
         if implementation is None:

@@ -12,7 +12,8 @@ from typing import Final
 
 import mla_portable
 
-CORE: Final = tuple(f"mla_portable/{name}" for name in ("layouts", "contracts", "primitives", "problems", "accelerator.py"))
+_CORE: Final = ("layouts", "contracts", "kit", "primitives", "problems", "accelerator.py", "models.py")
+CORE: Final = tuple(f"mla_portable/{name}" for name in _CORE)
 """Of a checkout of mla_portable: what results of every plugin depend on."""
 
 

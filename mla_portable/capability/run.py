@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import AfterValidator, Field, ValidationError
 
 from mla_portable.capability.model import Model, Positive, RecordError, Text, validation_problems
-from mla_portable.contracts.whole_files import replace_file
+from mla_portable.kit.whole_files import replace_file
 
 SUFFIX: Final = ".json.gz"
 MAX_BYTES: Final = 16 << 20

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-import mla_portable
+from mla_portable._version import __version__
 from mla_portable.cli.bench import bench
 from mla_portable.cli.conform import conform
 from mla_portable.cli.doctor import doctor
@@ -51,7 +51,7 @@ app.add_typer(bench, name="bench")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(mla_portable.__version__)
+        typer.echo(__version__)
         raise typer.Exit()
 
 

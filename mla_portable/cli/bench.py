@@ -67,7 +67,7 @@ def costs(
         from mla_portable.bench.kernel_records import measured_times
         from mla_portable.capability.profiles import all_profiles
         from mla_portable.capability.run import DISTURBED, read_run
-        from mla_portable.contracts.whole_files import replace_file
+        from mla_portable.kit.whole_files import replace_file
         from mla_portable.times.files import times_text
 
         timed = read_run(run)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from mla_portable import __version__
+from mla_portable._version import __version__
 from mla_portable.accelerator import device_names
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
@@ -193,7 +193,7 @@ def _times_read(files: Iterable[TimesFile], facts: DeviceFacts) -> Iterator[Time
 def _slow_launches(device: torch.device) -> Iterator[Problem]:
     """Kernels of Triton that it launches itself, which takes the host longer. On a CPU they are interpreted."""
     if device.type != "cpu" and find_spec("triton") is not None:
-        from mla_portable.contracts.triton_launcher import why_through_triton
+        from mla_portable.kit.triton_launcher import why_through_triton
 
         why = why_through_triton()
         if why is not None:

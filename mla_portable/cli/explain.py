@@ -15,6 +15,7 @@ from mla_portable.cli.elsewhere import Elsewhere, find_profile
 from mla_portable.cli.options import BackendOption, JsonOption, check_name, primitive_named, resolve_device, with_options
 from mla_portable.cli.output import EXIT_FAILED, EXIT_OK, command, hanging
 from mla_portable.cli.verdicts import cost_lines, decision_lines, route_lines
+from mla_portable.models import DEEPSEEK_V32
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
@@ -25,11 +26,11 @@ _TYPICAL: dict[str, Any] = {
     "kv_layout": "fp8_ds_mla",
     "block_size": 64,
     "scale_format": "pow2",
-    "num_heads": 16,
-    "topk": 2048,
+    "num_heads": DEEPSEEK_V32.rank_heads[0],
+    "topk": DEEPSEEK_V32.topk,
     "query_len": 1,
-    "qk_head_dim": 192,
-    "v_head_dim": 128,
+    "qk_head_dim": DEEPSEEK_V32.qk_head_dim,
+    "v_head_dim": DEEPSEEK_V32.head_dims[2],
     "rows": None,
     "lse": True,
     "attn_sink": False,
@@ -44,8 +45,6 @@ _TYPICAL: dict[str, Any] = {
     "graph": False,
 }
 """Facts of a call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
-_ALL_HEADS = 128
-"""DeepSeek-V3.2's query heads, which the ranks of tensor parallelism share."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
 _ROUTE = "route"
 _UNKNOWN = "unknown"
@@ -56,8 +55,8 @@ _ROUTE_FIELDS: dict[str, Any] = {name: value for name, value in _TYPICAL.items()
     "lse": False,
 }
 """What a layer in vLLM asks for: no lse, and as many requests as vLLM schedules at once by default."""
-_MAX_NUM_TOKENS, _MAX_MODEL_LEN = 8192, 163_840
-"""Of a step, by vLLM's default; of a sequence, DeepSeek-V3.2's. They size the workspace."""
+_MAX_NUM_TOKENS = 8192
+"""Of a step, by vLLM's default."""
 
 
 def _option(words: str, text: str, *, of: Any = int, metavar: str | None = None) -> Any:
@@ -226,10 +225,10 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
         fields["scale_format"] = None
     query_len, num_reqs = fields.pop("query_len"), fields.pop("rows")
     spec = AttentionSpec(
-        softmax_scale=192**-0.5,
+        softmax_scale=DEEPSEEK_V32.softmax_scale,
         max_num_tokens=max(_MAX_NUM_TOKENS, num_reqs * query_len),
         max_num_reqs=num_reqs,
-        max_model_len=_MAX_MODEL_LEN,
+        max_model_len=DEEPSEEK_V32.max_model_len,
         decode_query_len=query_len,
         need_lse=fields.pop("lse"),
         **fields,
@@ -299,9 +298,9 @@ def _share_heads(name: str, given: dict[str, Any]) -> None:
         raise typer.BadParameter("does not apply to the indexer: every rank has all of its heads", param_hint="--tp")
     if "num_heads" in given:
         raise typer.BadParameter("says the same as --heads; give one of them", param_hint="--tp")
-    if _ALL_HEADS % ranks:
-        raise typer.BadParameter(f"must be a divisor of {_ALL_HEADS} heads (got {ranks})", param_hint="--tp")
-    given["num_heads"] = _ALL_HEADS // ranks
+    if DEEPSEEK_V32.heads % ranks:
+        raise typer.BadParameter(f"must be a divisor of {DEEPSEEK_V32.heads} heads (got {ranks})", param_hint="--tp")
+    given["num_heads"] = DEEPSEEK_V32.heads // ranks
 
 
 def _refuse_others(name: str, given: dict[str, Any], allowed: dict[str, Any]) -> None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from mla_portable.models import MODELS, Model
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,6 +34,9 @@ DeviceOption = Annotated[
         metavar="DEVICE",
         help="torch's name: cpu, cuda, cuda:N, ... Default: the first accelerator, else the CPU.",
     ),
+]
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="MODEL", help="Whose layers: deepseek-v3.2, glm-5, ... Default: deepseek-v3.2.")
 ]
 OutOption = Annotated[
     Path | None,
@@ -107,6 +112,14 @@ def check_name(kind: Literal["primitive", "backend", "layout"], text: str, *, pa
     }[kind]
     variant = ", or one of its implementations (see `mla-portable doctor --all`)" if kind == "backend" else ""
     check_known(text, known, param_hint=param_hint, shown=plugins if kind == "backend" else known, others=variant)
+
+
+def model_named(name: str, can: Callable[[Model], bool]) -> Model:
+    """The model that a user names by `--model`. can: of which models the command runs layers. Raises: typer.BadParameter."""
+    known = {slug: model for slug, model in MODELS.items() if can(model)}
+    slug = name.lower()
+    check_known(slug, known, param_hint="--model")
+    return known[slug]
 
 
 def check_known(

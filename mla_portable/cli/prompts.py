@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.text import Text
 
-from mla_portable.cli.options import DeviceOption, JsonOption, check_known, check_writable, numbers, resolve_device
+from mla_portable.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ModelOption,
+    check_known,
+    check_writable,
+    model_named,
+    numbers,
+    resolve_device,
+)
 from mla_portable.cli.output import EXIT_FAILED, columns, command, digits, hanging
 
 if TYPE_CHECKING:
@@ -32,14 +41,15 @@ def prompts(
     backend: Annotated[
         str | None, typer.Option("--backend", metavar="NAME", help="Force this backend where it has the primitive.")
     ] = None,
+    model: ModelOption = "deepseek-v3.2",
     widths: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--head-dims",
             metavar="P,R,V",
-            help="Widths of a head, without rope, of rope, of values: 128,64,128 (DeepSeek-V3.2) or 192,64,256 (GLM-5).",
+            help="Widths of a head, without rope, of rope, of values. Default: those of the model.",
         ),
-    ] = "128,64,128",
+    ] = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 10,
     fit: Annotated[
         bool,
@@ -68,7 +78,7 @@ def prompts(
             check_writable(out, param_hint="--out")
         from mla_portable.attention import HeadDims
         from mla_portable.bench.origin import measured_here
-        from mla_portable.bench.prompts import STEPS, make_layer, time_step
+        from mla_portable.bench.prompts import STEPS, can_time, make_layer, time_step
         from mla_portable.bench.prompts import fit as fitted
         from mla_portable.dispatch import current_registry
         from mla_portable.layouts import LAYOUTS
@@ -76,14 +86,15 @@ def prompts(
         from mla_portable.times.prompts import PromptRecord
 
         check_known(layout, LAYOUTS, param_hint="--layout")
-        dims = numbers(widths, "--head-dims") or ()
+        asked = model_named(model, can_time)
+        dims = numbers(widths, "--head-dims") or asked.head_dims
         if len(dims) != 3:
             raise typer.BadParameter(f"must be three numbers (got {widths!r})", param_hint="--head-dims")
         counts = numbers(heads, "--heads") or (8, 16, 32, 64, 128)
         if where.type == "cpu":
             steps, size = (((40, 40),) * 2, ((70, 70),), ((20, 90),)), _SMALL
         else:
-            steps, size = STEPS, {}
+            steps, size = STEPS, {"topk": asked.topk}
         facts = current_registry().facts(where)
         if out is not None:
             check_can_add("bench prompts", out, facts.name)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import mla_portable
+from mla_portable._version import __version__
 from mla_portable.bench.kernel_machine import machine_state
 from mla_portable.capability.history import Code, code_of, user_name
 from mla_portable.capability.model import RecordError
@@ -96,10 +96,10 @@ def recorder(
     if commit is not None and found not in (None, commit):
         raise InvalidArgument("--commit", "commit", got=commit, expected=f"{found}, which git says", remedy="Leave it out.")
     state = machine_state(device, facts)
-    own = {"mla_portable": mla_portable.__version__, "python": platform.python_version(), **dict(facts.libraries)}
+    own = {"mla_portable": __version__, "python": platform.python_version(), **dict(facts.libraries)}
     document = {
         "schema": 1,
-        "release": mla_portable.__version__,
+        "release": __version__,
         "commit": found or commit,
         "dirty": code.dirty() if code else None,
         "who": who_of(who or user_name()),

@@ -11,7 +11,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from mla_portable.cli.options import JsonOption, check_known, resolve_device
+from mla_portable.cli.options import JsonOption, ModelOption, check_known, model_named, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
@@ -23,17 +23,18 @@ def warm(
         str | None,
         typer.Option("--device", metavar="DEVICE", help="torch's name: cuda, cuda:N, ... Default: the first accelerator."),
     ] = None,
+    model: ModelOption = "deepseek-v3.2",
     heads: Annotated[
         list[int] | None,
-        typer.Option("--heads", metavar="N", min=1, help="Query heads per GPU; repeatable. Default: 16 and 128."),
+        typer.Option("--heads", metavar="N", min=1, help="Query heads per GPU; repeatable. Default: of a rank of 8, and all."),
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option("--layout", metavar="LAYOUT", help="Layout of the cache; repeatable. Default: fp8_ds_mla and bf16."),
+        typer.Option("--layout", metavar="LAYOUT", help="Layout of the cache; repeatable. Default: those of the model."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile every kernel that layers of DeepSeek-V3.2 run on this device, and keep it in the caches on disk.
+    """Compile every kernel that layers of a model run on this device, and keep it in the caches on disk.
 
     It runs each layer, its prompts and the indexer once at several sizes, so it needs the device. To start nodes without a
     compiler, copy the folders that it names to nodes with the same device and software.
@@ -48,24 +49,26 @@ def warm(
             problem = f"must be given where there is no accelerator ({why_no_accelerator()}): the device itself compiles"
             tries = "`--device cpu` tries the command, and `python -m mla_portable_triton.compile_all sm80` compiles Triton's "
             raise typer.BadParameter(f"{problem}. {tries}kernels for an NVIDIA GPU elsewhere", param_hint="--device")
+        from mla_portable.bench.warm import can_warm
         from mla_portable.bench.warm import warm as run
         from mla_portable.dispatch import current_registry
-        from mla_portable.engine.deepseek import HEADS
         from mla_portable.layouts import LAYOUTS
 
+        asked = model_named(model, can_warm)
         for each in layout or ():
             check_known(each, LAYOUTS, param_hint="--layout")
         with output.progress() as advance:
             report = run(
                 where,
                 registry=current_registry(),
-                heads=heads or HEADS,
-                layouts=layout or ("fp8_ds_mla", "bf16"),
+                model=asked,
+                heads=heads or asked.rank_heads,
+                layouts=layout or asked.layouts,
                 environ=os.environ,
                 progress=advance,
             )
         if as_json:
-            output.document({"command": "warm", **report.as_dict()})
+            output.document({"command": "warm", "model": asked.name, **report.as_dict()})
         else:
             output.show(*_for_a_person(report))
         if not report.ok:

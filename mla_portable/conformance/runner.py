@@ -25,8 +25,8 @@ from mla_portable.contracts import (
     Primitive,
     Reason,
     UnknownBackend,
-    neutral_defaults,
 )
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.problems.base import Case, cases_for, check_level
 from mla_portable.problems.compare import Finding, same_bits
 from mla_portable.problems.stage import Problem
@@ -252,7 +252,7 @@ def run_installed(case: Case, device: torch.device) -> CaseResult:
 
 
 def _versions(facts: DeviceFacts) -> tuple[tuple[str, str], ...]:
-    from mla_portable import __version__
+    from mla_portable._version import __version__
 
     own = {"mla_portable": __version__, "python": platform.python_version(), "torch": torch.__version__}
     return tuple(sorted({**dict(facts.libraries), **own}.items()))

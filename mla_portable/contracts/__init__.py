@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language that core and plugins share: requests, support, plans, errors, the hook."""
 
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import Final
+
 from mla_portable.contracts.decision import Decision, UnsupportedRequest, Verdict
-from mla_portable.contracts.defaults import neutral_defaults
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.plan import ROUTES, WORKSPACE_ROUTES, WORKSPACE_SEQUENCES, Batch, PrefillChunk, StepPlan
 from mla_portable.contracts.plugin import (
@@ -20,7 +25,6 @@ from mla_portable.contracts.plugin import (
 )
 from mla_portable.contracts.primitive import Primitive
 from mla_portable.contracts.request import Request
-from mla_portable.contracts.results import attention_results, head_results
 from mla_portable.contracts.schedule import (
     DEFAULT_SCRATCH_BYTES,
     DecodeSchedule,
@@ -30,7 +34,6 @@ from mla_portable.contracts.schedule import (
     refuse_schedule,
 )
 from mla_portable.contracts.share import ContextShare
-from mla_portable.contracts.split_kv import SPLIT_KV, ProgramShape, SplitSchedule, split_kv, split_kv_kind
 from mla_portable.contracts.support import Reason, Support
 from mla_portable.errors import (
     DRIVER_FAULTS,
@@ -47,7 +50,6 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "PROJECT_NAME",
     "ROUTES",
-    "SPLIT_KV",
     "WORKSPACE_ROUTES",
     "WORKSPACE_SEQUENCES",
     "BackendSpec",
@@ -66,14 +68,12 @@ __all__ = [
     "PluginError",
     "PrefillChunk",
     "Primitive",
-    "ProgramShape",
     "Reason",
     "Registrar",
     "Request",
     "ScheduleKind",
     "ScheduleLimits",
     "SchedulePlanner",
-    "SplitSchedule",
     "StepPlan",
     "Support",
     "Tunable",
@@ -81,11 +81,21 @@ __all__ = [
     "UnsupportedRequest",
     "Variable",
     "Verdict",
-    "attention_results",
-    "head_results",
     "hookimpl",
-    "neutral_defaults",
     "refuse_schedule",
-    "split_kv",
-    "split_kv_kind",
 ]
+
+_MOVED: Final = {
+    **dict.fromkeys(("SPLIT_KV", "ProgramShape", "SplitSchedule", "split_kv", "split_kv_kind"), "mla_portable.kit.split_kv"),
+    **dict.fromkeys(("attention_results", "head_results"), "mla_portable.kit.results"),
+    "neutral_defaults": "mla_portable.kit.defaults",
+}
+"""Names that were here in 0.2 -> where they are. They stay for one release."""
+
+
+def __getattr__(name: str) -> object:
+    module = _MOVED.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"import {name} from {module}, not from {__name__}", DeprecationWarning, stacklevel=2)
+    return getattr(import_module(module), name)

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would serve DeepSeek-V3.2's layers in an engine, for `doctor`: nothing is computed but probes."""
+"""What layers of models ask for in an engine, and what would serve DeepSeek-V3.2's; nothing is computed but probes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any, Final, NamedTuple
 
 from mla_portable.attention import AttentionSpec, RouteDecision
 from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.engine.routing import served_by
-from mla_portable.layouts import FP8_V4
+from mla_portable.models import DEEPSEEK_V4, DEEPSEEK_V32, Model
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
-
-HEADS: Final = (16, 128)
-"""DeepSeek-V3.2's 128 query heads over eight ranks, and on one."""
-
-V4_HEADS: Final = (8, 64)
-"""DeepSeek-V4-Flash's 64 query heads over eight ranks, and on one."""
 
 DEEP_GEMM_ARCHS: Final = ("sm90", "sm10", "sm12")
 """What engines say of DeepGEMM: it serves Hopper, and both families of Blackwell."""
@@ -33,49 +28,52 @@ class Choice(NamedTuple):
 
 
 def layer_spec(
-    layout: str, num_heads: int, *, topk: int = 2048, max_model_len: int = 163840, scale_format: str | None = None
+    model: Model,
+    layout: str,
+    num_heads: int,
+    *,
+    topk: int | None = None,
+    max_model_len: int | None = None,
+    scale_format: str | None = None,
 ) -> AttentionSpec:
-    """What a layer asks for under an engine's default limits."""
+    """What a layer with one cache asks for under an engine's default limits.
+
+    Args:
+        num_heads: of a rank. topk, max_model_len: None for the model's.
+    """
     return AttentionSpec(
         num_heads=num_heads,
-        softmax_scale=192**-0.5,
+        softmax_scale=model.softmax_scale,
         max_num_tokens=8192,
         max_num_reqs=256,
-        max_model_len=max_model_len,
+        max_model_len=max_model_len or model.max_model_len,
         kv_layout=layout,
-        topk=topk,
+        topk=topk or model.topk,
         scale_format=scale_format,
         need_lse=False,
+        attn_sink=model.sinks,
     )
 
 
-def v4_layer_spec(num_heads: int, *, max_model_len: int = 131072) -> AttentionSpec:
-    """What a layer of DeepSeek-V4 with selected tokens asks for: a window of 128 tokens, and 512 that stand for four each."""
-    return AttentionSpec(
-        num_heads=num_heads,
-        softmax_scale=FP8_V4.value_width**-0.5,
-        max_num_tokens=8192,
-        max_num_reqs=256,
-        max_model_len=max_model_len,
-        kv_layout=FP8_V4.name,
-        topk=128,
-        scale_format="pow2",
-        need_lse=False,
-        attn_sink=True,
+def v4_layer_spec(num_heads: int) -> AttentionSpec:
+    """What a layer of DeepSeek-V4 with selected tokens asks for: those of a window, and selected ones that stand for four."""
+    model = DEEPSEEK_V4
+    return replace(
+        layer_spec(model, model.layouts[0], num_heads, scale_format="pow2"),
         concat_query=False,
-        extra_topk=512,
+        extra_topk=model.extra_topk,
         extra_block_size=64,
     )
 
 
-def indexer_requests(facts: DeviceFacts, topk: int = 2048) -> tuple[Request, Request]:
+def indexer_requests(facts: DeviceFacts, topk: int = DEEPSEEK_V32.topk) -> tuple[Request, Request]:
     """What the indexer of vLLM's fused path asks for: its selection, and the writer of its keys where vLLM's does not work.
 
     To be captured in a graph, except where the device has none: vLLM then runs attention outside of them.
     """
     layout: dict[str, Any] = {"kv_layout": "index_fp8", "block_size": 64, "graph": facts.graph_capture is not False}
     return (
-        Request(INDEXER_SELECT, facts, num_heads=64, topk=topk, **layout),
+        Request(INDEXER_SELECT, facts, num_heads=DEEPSEEK_V32.index_heads, topk=topk, **layout),
         Request(INDEXER_CACHE_WRITE, facts, scale_format="pow2", **layout),
     )
 
@@ -113,7 +111,8 @@ def choices(
 ) -> tuple[Choice, ...]:
     """One for each cache layout and heads of a rank. decide: the engine's way to a route. named: what serves it, in words."""
     found: list[Choice] = []
-    for layout, heads in product(("fp8_ds_mla", "bf16"), HEADS):
-        decision = decide(layer_spec(layout, heads))
+    model = DEEPSEEK_V32
+    for layout, heads in product(model.layouts, model.rank_heads):
+        decision = decide(layer_spec(model, layout, heads))
         found.append(Choice(layout, heads, decision.chosen, named(decision)))
     return tuple(found)

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Request
-from mla_portable.contracts.rules import check_cache
 from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.engine.routing import bind_for
+from mla_portable.kit.rules import check_cache
 from mla_portable.layouts import INDEX
 from mla_portable.primitives import INDEXER_CACHE_WRITE, IndexerCacheWrite
 from mla_portable.registry import get_registry

@@ -12,7 +12,7 @@ Source: FlashMLA `flash_mla/flash_mla_interface.py`, `tests/ref.py`.
 
 from typing import Final
 
-from mla_portable import __version__ as _version
+from mla_portable._version import __version__ as _version
 from mla_portable.flash_mla import cuda, flash_mla_interface, fused_norm_rope_attn_rope_cast
 from mla_portable.flash_mla.decode import flash_mla_with_kvcache
 from mla_portable.flash_mla.installing import install, is_installed, uninstall

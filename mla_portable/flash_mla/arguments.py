@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_dense, shape_of
 from mla_portable.contracts.values import check_scale, describe, refuse
+from mla_portable.kit.rules import check_dense, shape_of
 
 VALUE_WIDTH: Final = 512
 

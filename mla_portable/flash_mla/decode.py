@@ -8,12 +8,12 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_cache, shape_of
-from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_flag, check_type, describe, refuse
 from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
 from mla_portable.flash_mla.schedule import FlashMLASchedMeta
 from mla_portable.flash_mla.statistics import as_flashmla
+from mla_portable.kit.rules import check_cache, shape_of
+from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import FP8_NOPE, CacheLayout
 from mla_portable.primitives import sparse_decode
 

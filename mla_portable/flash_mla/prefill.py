@@ -8,11 +8,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_cache, shape_of
-from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_flag, refuse
 from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
 from mla_portable.flash_mla.statistics import LOG2_E, SHARPNESS, as_flashmla, wants_max_logits
+from mla_portable.kit.rules import check_cache, shape_of
+from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.primitives import sparse_decode, sparse_prefill
 
 _WHERE: Final = "flash_mla_sparse_fwd"

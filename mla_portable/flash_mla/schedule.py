@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_tensor, shape_of
 from mla_portable.contracts.values import check_count
 from mla_portable.errors import PlanMismatch
+from mla_portable.kit.rules import check_tensor, shape_of
 
 _PLAN_WIDTH: Final = 8
 """Integers of a row of FlashMLA's plan."""

@@ -10,10 +10,10 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import shape_of
-from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, describe, refuse
 from mla_portable.flash_mla.arguments import scale_of
+from mla_portable.kit.rules import shape_of
+from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.primitives import masked_prefill
 
 _WHERE: Final = "flash_attn_varlen_func"

@@ -16,9 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, split_with_sizes
 
-from mla_portable.contracts import Batch, PrefillChunk, ScheduleLimits, SchedulePlanner, StepPlan, neutral_defaults
+from mla_portable.contracts import Batch, PrefillChunk, ScheduleLimits, SchedulePlanner, StepPlan
 from mla_portable.contracts.plan import PlanCounter
 from mla_portable.contracts.values import check_type, describe, device_of, refuse
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.planner.buffers import PlanBuffers
 from mla_portable.planner.checks import check_lengths, check_sizes
 from mla_portable.planner.config import PlannerConfig

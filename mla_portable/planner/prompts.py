@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
-from mla_portable.contracts.rules import check_tensor, shape_of
 from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse
+from mla_portable.kit.rules import check_tensor, shape_of
 from mla_portable.planner.checks import check_table
 
 _WHERE = "plan_prompts"

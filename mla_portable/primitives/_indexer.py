@@ -14,10 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_cache, check_dense
 from mla_portable.contracts.share import WHOLE, ContextShare
-from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import INT32_MAX, refuse, rounded_rows
+from mla_portable.kit.rules import check_cache, check_dense
+from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, CacheLayout, index_query_dtype
 from mla_portable.primitives._reference import CacheRows, products
 

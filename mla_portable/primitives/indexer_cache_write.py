@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_cache, check_dense
-from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find
+from mla_portable.kit.rules import check_cache, check_dense
+from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, SCALE_FORMATS, layout_of
 from mla_portable.primitives._reference import isolated
 from mla_portable.primitives.cache_write import write_rows

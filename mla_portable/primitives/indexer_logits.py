@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.dispatch import find
+from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX
+from mla_portable.models import DEEPSEEK_V32
 from mla_portable.primitives._indexer import PAGES, check_pages, seen_scores
 from mla_portable.primitives._reference import isolated
 
@@ -127,7 +128,7 @@ INDEXER_LOGITS: Final = Primitive[IndexerLogits](
     facts=("kv_layout", "num_heads", "block_size", "cache_alignment", "uneven_blocks", "rows"),
     results=("out",),
     cache=INDEX,
-    typical={"num_heads": 64, "kv_layout": "index_fp8"},
+    typical={"num_heads": DEEPSEEK_V32.index_heads, "kv_layout": "index_fp8"},
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
 )

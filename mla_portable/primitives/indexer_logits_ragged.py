@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_dense
-from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.contracts.values import refuse, rounded_rows
 from mla_portable.dispatch import find
+from mla_portable.kit.rules import check_dense
+from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX, INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE
+from mla_portable.models import DEEPSEEK_V32
 from mla_portable.primitives._indexer import QUERIES, query_dtype, scores
 from mla_portable.primitives._reference import isolated
 
@@ -140,7 +141,7 @@ INDEXER_LOGITS_RAGGED: Final = Primitive[IndexerLogitsRagged](
     facts=("kv_layout", "num_heads", "rows"),
     results=("out",),
     cache=INDEX,
-    typical={"num_heads": 64, "kv_layout": "index_fp8"},
+    typical={"num_heads": DEEPSEEK_V32.index_heads, "kv_layout": "index_fp8"},
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
 )

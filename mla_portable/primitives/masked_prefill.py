@@ -11,11 +11,12 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import Primitive, head_results
-from mla_portable.contracts.rules import shape_of
-from mla_portable.contracts.tensor_table import Axes, TensorTable
+from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, check_scale, refuse, rounded_rows
 from mla_portable.dispatch import find
+from mla_portable.kit.results import head_results
+from mla_portable.kit.rules import shape_of
+from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.primitives._reference import isolated, products
 
 __all__ = ["MASKED_PREFILL", "MaskedPrefill", "masked_prefill"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.contracts.values import INT32_MAX, check_count, rounded_rows
 from mla_portable.dispatch import find
+from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.primitives._reference import isolated
 
 __all__ = ["PACK_SELECTION", "PackSelection", "pack_selection"]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_dense, check_resolved
 from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find
+from mla_portable.kit.rules import check_dense, check_resolved
 from mla_portable.primitives._reference import isolated
 
 __all__ = ["QUANTIZED_DTYPES", "QUANTIZE_PER_TENSOR", "QuantizePerTensor", "quantize_per_tensor"]

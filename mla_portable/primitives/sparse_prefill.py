@@ -9,12 +9,13 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import Primitive, attention_results
-from mla_portable.contracts.rules import check_cache, check_dense, check_flat_rows, rows_alignment, shape_of
-from mla_portable.contracts.second_cache import check_second_cache, is_nope, second_cache
-from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
+from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import check_scale, rounded_rows
 from mla_portable.dispatch import find
+from mla_portable.kit.results import attention_results
+from mla_portable.kit.rules import check_cache, check_dense, check_flat_rows, rows_alignment, shape_of
+from mla_portable.kit.second_cache import check_second_cache, is_nope, second_cache
+from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import KV, CacheLayout, layout_of
 from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from mla_portable.contracts import DecodeSchedule, DeviceFacts, Implementation, Request, ScheduleKind, SplitSchedule, Support
+from mla_portable.contracts import (
+    DecodeSchedule,
+    DeviceFacts,
+    Implementation,
+    Request,
+    ScheduleKind,
+    Support,
+)
+from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.layouts import BF16, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems import shapes

@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleKind, ScheduleLimits, SplitSchedule, split_kv
+from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleKind, ScheduleLimits
 from mla_portable.contracts.values import CACHE_ALIGNMENT
+from mla_portable.kit.split_kv import SplitSchedule, split_kv
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems import draw

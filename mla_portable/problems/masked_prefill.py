@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
+from mla_portable.models import DEEPSEEK_V32, GLM_5
 from mla_portable.primitives import MASKED_PREFILL
 from mla_portable.problems import attention
 from mla_portable.problems.attention import SOFTMAX_SCALE, judge_state
@@ -32,7 +33,7 @@ findings = partial(judge_state, TOLERANCES)
 
 _LARGE: Final = 1e38
 """Of keys and values that no query attends to, where they are promised to be finite."""
-DIMS: Final = ((192, 128), (256, 256), (40, 24))
+DIMS: Final = (*((model.qk_head_dim, model.head_dims[2]) for model in (DEEPSEEK_V32, GLM_5)), (40, 24))
 """(Dqk, Dv) of DeepSeek-V3.2, of GLM-5, and one that nobody has, where an implementation names none."""
 BATCHES: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "ragged": ((20, 1, 70), (20, 40, 100)),

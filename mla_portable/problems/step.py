@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Batch, InvalidArgument
 from mla_portable.layouts import HEAD_SIZE, INDEX_FP8, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS, layout_names
+from mla_portable.models import DEEPSEEK_V32
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
@@ -54,8 +55,6 @@ _CACHES = 3
 """Copies of the cache that are alive at once: the step's own, one to write, one to compare with."""
 _LATENT_BYTES = HEAD_SIZE * (4 + 2 + 2)
 """A new token's latent as drawn, as bf16 and in its two parts."""
-_INDEX_HEADS = 64
-"""Of DeepSeek-V3.2's indexer."""
 _FEW = 8
 """Decode rows to try where the step has none."""
 _Q_LIKE = 4
@@ -75,8 +74,8 @@ class StepShape:
     Raises: InvalidArgument for a size out of its range and for unknown names.
     """
 
-    num_heads: int = 16
-    topk: int = 2048
+    num_heads: int = DEEPSEEK_V32.rank_heads[0]
+    topk: int = DEEPSEEK_V32.topk
     decodes: int = 8
     decode_query_len: int = 1
     prefills: int = 2
@@ -126,7 +125,7 @@ def default_shape(device_type: str) -> StepShape:
     """
     if device_type == "cpu":
         return StepShape()
-    return StepShape(num_heads=128, decodes=64, prefill_tokens=512, context=8192)
+    return StepShape(num_heads=DEEPSEEK_V32.heads, decodes=64, prefill_tokens=512, context=8192)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,10 +214,13 @@ def step_bytes(shape: StepShape) -> int:
     return _CACHES * cache + latents + shape.num_tokens * (_Q_LIKE * shape.num_heads * HEAD_SIZE * 2 + 3 * shape.topk * 4)
 
 
-def step_cases(shape: StepShape) -> Mapping[str, KernelCase]:
+def step_cases(shape: StepShape, *, index_heads: int = DEEPSEEK_V32.index_heads) -> Mapping[str, KernelCase]:
     """The size of each primitive's work in a step, by the primitive's name with a remark where it appears twice.
 
     Contexts are drawn as `make_inputs` draws them. The indexer's work is that of the decodes over the longest context.
+
+    Args:
+        index_heads: of the indexer.
     """
     contexts, query_lens = _lens(shape, np.random.default_rng(shape.seed))
     cached = max(int((contexts + query_lens).sum()), shape.topk)
@@ -238,7 +240,7 @@ def step_cases(shape: StepShape) -> Mapping[str, KernelCase]:
         "sparse_prefill (workspace)": replace(prefill, kv_layout=layout.workspace.name, width=max(gathered, topk)),
         "merge_states": KernelCase(MERGE_STATES, decodes * query_len * heads),
         "quantize_per_tensor": KernelCase(QUANTIZE_PER_TENSOR, shape.num_tokens),
-        "indexer_select": KernelCase(INDEXER_SELECT, decodes, INDEX_FP8.name, _INDEX_HEADS, topk, longest),
+        "indexer_select": KernelCase(INDEXER_SELECT, decodes, INDEX_FP8.name, index_heads, topk, longest),
         "topk_select": KernelCase(TOPK_SELECT, decodes, topk=topk, width=longest),
     }
     if not layout.is_quantized:

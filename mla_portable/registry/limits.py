@@ -14,7 +14,8 @@ from typing import Final, TypeVar
 import torch
 
 from mla_portable.accelerator import accelerator
-from mla_portable.contracts import InvalidArgument, PluginError, neutral_defaults
+from mla_portable.contracts import InvalidArgument, PluginError
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.registry.faults import contained
 
 PLUGIN_TIMEOUT: Final = "MLA_PORTABLE_PLUGIN_TIMEOUT"

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pluggy
 
-from mla_portable import __version__
+from mla_portable._version import __version__
 from mla_portable.contracts import ENTRY_POINT_GROUP, PROJECT_NAME, BackendSpec, PluginError
 from mla_portable.contracts.values import check_type, describe, refuse
 from mla_portable.registry.limits import PluginTimeout, limited

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import torch
 
 from mla_portable.accelerator import Accelerator, accelerator
-from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Reason, neutral_defaults
-from mla_portable.contracts.rules import extent
+from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Reason
 from mla_portable.errors import printable
+from mla_portable.kit.defaults import neutral_defaults
+from mla_portable.kit.rules import extent
 from mla_portable.registry.faults import blame, first_line, is_fatal, text_of
 from mla_portable.registry.limits import PluginTimeout, isolated
 

@@ -31,10 +31,10 @@ from mla_portable.contracts import (
     Request,
     Tunable,
     UnsupportedRequest,
-    neutral_defaults,
 )
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.values import check_flag, check_type, describe, refuse
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.registry.bound import Bound
 from mla_portable.registry.facts import parse_device
 from mla_portable.registry.faults import PluginRaised, blame, contained, first_line

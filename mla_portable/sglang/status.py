@@ -17,6 +17,7 @@ from mla_portable.engine.deepseek import choices, scorer
 from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import decide_route
 from mla_portable.engine.status import EngineStatus, version_and_mode
+from mla_portable.models import DEEPSEEK_V32
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED
 from mla_portable.registry import Registry
 from mla_portable.sglang import places, settings
@@ -65,7 +66,8 @@ def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str
     mode, facts = settings.indexer(environ), registry.facts(device)
     if mode == "off":
         return f"scored by SGLang's functions ({settings.ENV_INDEXER}=off)"
-    demand, common = LayerRegistry(registry, None), {"kv_layout": "index_fp8", "num_heads": 64, "graph": True}
+    demand = LayerRegistry(registry, None)
+    common = {"kv_layout": "index_fp8", "num_heads": DEEPSEEK_V32.index_heads, "graph": True}
     requests = (
         Request(INDEXER_LOGITS, facts, **common, block_size=64),  # pyright: ignore[reportArgumentType]
         Request(INDEXER_LOGITS_RAGGED, facts, **common),  # pyright: ignore[reportArgumentType]

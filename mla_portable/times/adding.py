@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.contracts.whole_files import replace_file
+from mla_portable.kit.whole_files import replace_file
 from mla_portable.times.files import TimesFile, parse_times, times_text
 from mla_portable.times.prompts import PromptRecord
 from mla_portable.times.records import MeasuredTime, Measurement

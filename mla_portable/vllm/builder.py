@@ -12,9 +12,10 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from mla_portable.attention import SparseMLAAttention
-from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, neutral_defaults
+from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument
 from mla_portable.engine.routing import served_by, serving
 from mla_portable.engine.serving import publish
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.planner import Planner
 from mla_portable.vllm import compat, model, prompts, scratch
 from mla_portable.vllm.metadata import MLAPortableMetadata

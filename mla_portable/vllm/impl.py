@@ -13,7 +13,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from mla_portable.attention import PromptAttention, SparseMLAAttention, StepBuffers
 from mla_portable.contracts import InvalidArgument
-from mla_portable.contracts.rules import check_tensor
+from mla_portable.kit.rules import check_tensor
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.vllm import compat, model, prompts, scratch
 from mla_portable.vllm.metadata import MLAPortableMetadata

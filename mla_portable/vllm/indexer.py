@@ -22,10 +22,11 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import SelectionMerge
-from mla_portable.contracts import ContextShare, InvalidArgument, Request, neutral_defaults
+from mla_portable.contracts import ContextShare, InvalidArgument, Request
 from mla_portable.engine.index_keys import facts_of_pages, kind_of_pages
 from mla_portable.engine.routing import bind_for, in_words, pairs
 from mla_portable.engine.serving import publish
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.layouts import E4M3_MAX, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import (
     INDEXER_CACHE_WRITE,

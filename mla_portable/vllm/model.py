@@ -10,8 +10,9 @@ from typing import Any, Final
 import torch
 
 from mla_portable.attention import AttentionSpec, RouteDecision, UnsupportedRoute
-from mla_portable.contracts import DeviceFacts, InvalidArgument, MLAPortableError, neutral_defaults
+from mla_portable.contracts import DeviceFacts, InvalidArgument, MLAPortableError
 from mla_portable.engine.routing import decide_route
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import get_registry

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import StepBuffers
-from mla_portable.contracts import InvalidArgument, neutral_defaults
+from mla_portable.contracts import InvalidArgument
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.vllm import compat
 from mla_portable.vllm.model import Resolved
 

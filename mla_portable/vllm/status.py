@@ -17,7 +17,6 @@ from mla_portable.attention import RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import DeviceFacts
 from mla_portable.engine.deepseek import (
-    V4_HEADS,
     choices,
     deep_gemm_serves,
     indexer_requests,
@@ -28,6 +27,7 @@ from mla_portable.engine.deepseek import (
 from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import decide_route, served_by, serving
 from mla_portable.engine.status import EngineStatus, version_and_mode
+from mla_portable.models import DEEPSEEK_V4
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
 from mla_portable.vllm import indexer_seams, settings
@@ -84,7 +84,8 @@ def _deepseek_v4(registry: Registry, device: torch.device, route: str, mode: str
     if capability[0] == 12:
         return (("DeepSeek-V4", v4.ON_SM12X),)
     asked = f"mla_portable's ({settings.ENV_MODE}=override)" if mode == "override" else _V4_ON_REQUEST
-    decided = ((heads, decide_route(v4_layer_spec(heads), device, registry=registry, clean_slots=False)) for heads in V4_HEADS)
+    specs = ((heads, v4_layer_spec(heads)) for heads in DEEPSEEK_V4.rank_heads)
+    decided = ((heads, decide_route(spec, device, registry=registry, clean_slots=False)) for heads, spec in specs)
     served = "; ".join(f"{heads} heads per GPU: {_decode(decision)}" for heads, decision in decided)
     against = v4.against_route(route)
     words = f"vLLM's, mla_portable does not serve it: {against[0]}" if against else f"{asked}; {served}"

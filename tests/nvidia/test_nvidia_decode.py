@@ -13,7 +13,8 @@ from flashmla_standins import Library, installed
 from simulated_gpu import FACTS, registry
 from torch_passes import TorchBoundary
 
-from mla_portable.contracts import Batch, InvalidArgument, PlanMismatch, Request, SplitSchedule
+from mla_portable.contracts import Batch, InvalidArgument, PlanMismatch, Request
+from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE

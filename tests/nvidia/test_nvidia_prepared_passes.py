@@ -11,7 +11,7 @@ import pytest
 import torch
 from compiled_passes import compile_passes
 
-from mla_portable.contracts.triton_launcher import OPTIONS
+from mla_portable.kit.triton_launcher import OPTIONS
 from mla_portable_nvidia.fa3 import page_lists
 from mla_portable_nvidia.fa3.page_lists import PageLists
 from mla_portable_nvidia.passes import boundary, early_start, prepared_passes

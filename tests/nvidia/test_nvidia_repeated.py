@@ -13,7 +13,8 @@ from test_nvidia_decode import SCALE, schedule_for
 from test_nvidia_promised import PROMISE, assert_out, bound, clean_problem, passes, watch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mla_portable.contracts import InvalidArgument, PlanMismatch, SplitSchedule
+from mla_portable.contracts import InvalidArgument, PlanMismatch
+from mla_portable.kit.split_kv import SplitSchedule
 
 __all__ = ["passes"]  # a fixture
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, SlotAttention
-from mla_portable.contracts import Request, neutral_defaults
+from mla_portable.contracts import Request
 from mla_portable.engine.routing import IF_POSSIBLE, bind_for, decide_route, in_words, pairs
 from mla_portable.engine.serving import publish
+from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import CONVERT_INDICES, SPARSE_DECODE
 from mla_portable.registry import get_registry

@@ -15,7 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DecodeSchedule, attention_results
+from mla_portable.contracts import DecodeSchedule
+from mla_portable.kit.results import attention_results
 from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
 from mla_portable_iluvatar.resolve import Op
 from mla_portable_iluvatar.rows import flat_rows, gathered, pick

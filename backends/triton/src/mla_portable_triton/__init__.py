@@ -10,8 +10,16 @@ from collections.abc import Callable
 from importlib import resources
 from typing import Final
 
-from mla_portable.contracts import Implementation, Primitive, ProgramShape, Registrar, Request, Tunable, hookimpl, split_kv_kind
+from mla_portable.contracts import (
+    Implementation,
+    Primitive,
+    Registrar,
+    Request,
+    Tunable,
+    hookimpl,
+)
 from mla_portable.contracts.primitive import F
+from mla_portable.kit.split_kv import ProgramShape, split_kv_kind
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONCAT_MLA_K,

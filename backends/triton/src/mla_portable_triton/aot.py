@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import triton
 
-from mla_portable.contracts.triton_launcher import OPTIONS
+from mla_portable.kit.triton_launcher import OPTIONS
 
 TARGETS: Final[dict[str, tuple[str, int | str, int]]] = {
     "sm80": ("cuda", 80, 32),

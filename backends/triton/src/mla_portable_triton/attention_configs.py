@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from mla_portable.contracts import DeviceFacts, ProgramShape
+from mla_portable.contracts import DeviceFacts
+from mla_portable.kit.split_kv import ProgramShape
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, LAYOUTS
 
 _SYSTEM_BYTES: Final = 1 << 10

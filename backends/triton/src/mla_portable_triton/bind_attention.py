@@ -12,7 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DecodeSchedule, Request, SplitSchedule, attention_results, split_kv
+from mla_portable.contracts import DecodeSchedule, Request
+from mla_portable.kit.results import attention_results
+from mla_portable.kit.split_kv import SplitSchedule, split_kv
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import MergeStates, SparseDecode, SparsePrefill
 from mla_portable_triton.attention_configs import program_shape

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import Request, head_results
+from mla_portable.contracts import Request
+from mla_portable.kit.results import head_results
 from mla_portable.primitives import ConcatMlaK, MaskedPrefill, PackSelection
 from mla_portable_triton.support import interpreter_is_on
 from mla_portable_triton.tile_rows import tile_arch

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable_nvidia.deepgemm.pages import PAGE, Pages, Rows
 
 _BLOCK_R: Final = 64

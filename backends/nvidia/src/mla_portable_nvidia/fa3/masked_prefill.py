@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Reason, Request, Support, head_results
+from mla_portable.contracts import (
+    DeviceFacts,
+    Implementation,
+    MLAPortableError,
+    Reason,
+    Request,
+    Support,
+)
+from mla_portable.kit.results import head_results
 from mla_portable.primitives import MASKED_PREFILL, MaskedPrefill
 from mla_portable_nvidia.alignment import mappable
 from mla_portable_nvidia.fa3.operators import FA3Prompts, find_fa3_prompts

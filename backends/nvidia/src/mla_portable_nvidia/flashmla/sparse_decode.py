@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch, attention_results
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch
+from mla_portable.kit.results import attention_results
 from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, CacheLayout
 from mla_portable_nvidia.alignment import aligned
 from mla_portable_nvidia.flashmla.cache_view import CacheView

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import attention_results
+from mla_portable.kit.results import attention_results
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.alignment import aligned
 from mla_portable_nvidia.flashmla.conventions import PrefillKernel

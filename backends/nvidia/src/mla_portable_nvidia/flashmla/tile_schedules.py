@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DecodeSchedule, InvalidArgument, ScheduleKind, ScheduleLimits, refuse_schedule
-from mla_portable.contracts.rules import check_tensor
 from mla_portable.contracts.values import INT32_MAX, check_fields
+from mla_portable.kit.rules import check_tensor
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.flashmla.head_padding import kernel_heads
 

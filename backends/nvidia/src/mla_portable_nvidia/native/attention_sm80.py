@@ -6,17 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
-from mla_portable.contracts import (
-    DecodeSchedule,
-    Implementation,
-    Primitive,
-    ProgramShape,
-    Request,
-    SplitSchedule,
-    Support,
-    split_kv,
-    split_kv_kind,
-)
+from mla_portable.contracts import DecodeSchedule, Implementation, Primitive, Request, Support
+from mla_portable.kit.split_kv import ProgramShape, SplitSchedule, split_kv, split_kv_kind
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.native.bound_attention import BoundAttention, lists_of, rows_of_request

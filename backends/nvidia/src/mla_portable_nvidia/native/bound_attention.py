@@ -10,7 +10,8 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DecodeSchedule, InvalidArgument, Request, attention_results
+from mla_portable.contracts import DecodeSchedule, InvalidArgument, Request
+from mla_portable.kit.results import attention_results
 from mla_portable.layouts import FP8_DS_MLA, LAYOUTS
 from mla_portable_nvidia.alignment import aligned
 from mla_portable_nvidia.native.checks import index_of

@@ -18,7 +18,15 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Reason, Request, Support, head_results
+from mla_portable.contracts import (
+    DeviceFacts,
+    Implementation,
+    InvalidArgument,
+    Reason,
+    Request,
+    Support,
+)
+from mla_portable.kit.results import head_results
 from mla_portable.primitives import MASKED_PREFILL, MaskedPrefill
 from mla_portable_nvidia.alignment import mappable
 from mla_portable_nvidia.native.checks import check, index_of

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from mla_portable.contracts import ProgramShape
+from mla_portable.kit.split_kv import ProgramShape
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK, LAYOUTS
 from mla_portable_nvidia.native.kernel_build import BLOCK_RESERVE, SM_SHARED_MEMORY, KernelBuild
 from mla_portable_nvidia.native.runtime.driver import Kernel, Launch

@@ -18,7 +18,8 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import Implementation, InvalidArgument, Request, Support, attention_results
+from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
+from mla_portable.kit.results import attention_results
 from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE, LAYOUTS
 from mla_portable.primitives import SPARSE_PREFILL, SparsePrefill
 from mla_portable_nvidia.alignment import aligned

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import OPTIONS, TritonLauncher
+from mla_portable.kit.triton_launcher import OPTIONS, TritonLauncher
 from mla_portable_nvidia.native.runtime.driver import Kernel, Launch, Launches
 
 _INTEGERS: Final = {"i32": "i", "i64": "q"}

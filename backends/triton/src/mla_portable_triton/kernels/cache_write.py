@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable.layouts import BF16, BF16_NOPE, E4M3_MAX, FP8_DS_MLA, FP8_NOPE, FP8_V4, POW2_MIN_EXPONENT
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts import ContextShare
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.index_keys import whole_position
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.share import WHOLE, ContextShare
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.early_start import let_next_start, lets_next_start

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, INDEX_LEAST_AMAX
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32

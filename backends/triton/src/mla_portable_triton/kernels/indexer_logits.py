@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.share import WHOLE, ContextShare
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable_triton import index_forms
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.index_keys import (

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
 from mla_portable_triton.kernels.strides import stride_unit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 
 _TILE: Final = 1024

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable.layouts import LAYOUTS
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 
 SHORT: Final = 4096

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from mla_portable.contracts.whole_files import UNFINISHED, replace_file
+from mla_portable.kit.whole_files import UNFINISHED, replace_file
 from mla_portable_nvidia.native.runtime.nvrtc import compile_cubin, nvrtc_identity
 
 __all__ = ["VARIABLE", "compile_kept", "folder"]

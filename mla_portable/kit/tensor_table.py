@@ -26,8 +26,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_dense, check_disjoint, check_rows_apart, check_tensor, extent, shape_of
 from mla_portable.contracts.values import refuse
+from mla_portable.kit.rules import check_dense, check_disjoint, check_rows_apart, check_tensor, extent, shape_of
 
 _STRIDED: Final = torch.strided
 

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_cache
 from mla_portable.contracts.values import describe, refuse
+from mla_portable.kit.rules import check_cache
 from mla_portable.layouts import CacheLayout
 
 Read = Callable[[str, Tensor, torch.device], tuple[CacheLayout, "int | None", int, int]]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_tensor, extent
 from mla_portable.contracts.schedule import (
     DEFAULT_SCRATCH_BYTES,
     DecodeSchedule,
@@ -20,6 +19,7 @@ from mla_portable.contracts.schedule import (
     refuse_schedule,
 )
 from mla_portable.contracts.values import INT32_MAX, check_fields, refuse
+from mla_portable.kit.rules import check_tensor, extent
 from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
 
 if TYPE_CHECKING:
