@@ -18,14 +18,15 @@ CORE = ROOT / "mla_portable"
 PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / "pyproject.toml").exists())
 CODE = (CORE, ROOT / "ci", *(ROOT / "backends" / plugin / "src" / f"mla_portable_{plugin}" for plugin in PLUGINS))
 
-LOW = {"accelerator", "contracts", "errors", "layouts"}
+LOW = {"accelerator", "contracts", "errors", "features", "layouts"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts", "primitives"))
 MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry", "times"}
 MAY_IMPORT = {
     "accelerator": set(),
     "errors": set(),
+    "features": set(),
     "layouts": {"errors"},
-    "contracts": {"accelerator", "errors", "layouts"},
+    "contracts": {"accelerator", "errors", "features", "layouts"},
     "times": LOW,
     "registry": LOW | {"primitives", "problems", "times"},  # primitives and problems only while it probes, see below
     "problems": LOW | {"planner", "primitives"},

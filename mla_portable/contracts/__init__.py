@@ -40,6 +40,7 @@ from mla_portable.errors import (
     PluginError,
     UnknownBackend,
 )
+from mla_portable.features import Features, Promises
 
 __all__ = [
     "DEFAULT_SCRATCH_BYTES",
@@ -59,6 +60,7 @@ __all__ = [
     "DecodeSchedule",
     "Detector",
     "DeviceFacts",
+    "Features",
     "Implementation",
     "InvalidArgument",
     "MLAPortableError",
@@ -67,6 +69,7 @@ __all__ = [
     "PrefillChunk",
     "Primitive",
     "ProgramShape",
+    "Promises",
     "Reason",
     "Registrar",
     "Request",
