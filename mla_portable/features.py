@@ -45,7 +45,10 @@ class Features:
     lse: bool = _flag("The call returns the log-sum-exp.")
     attn_sink: bool = _flag("There is an attention sink for each head.")
     lengths: bool = _flag("`lengths` says how many indices of each row count.")
-    nope: bool = _flag("Queries have no rotary part.", remedy="pad the queries with zeros to the width of a key")
+    nope: bool = _flag(
+        "Queries have no rotary part, the rows of the cache have one.",
+        remedy="pad the queries with zeros to the width of a key",
+    )
     compact: bool = _flag("convert_indices moves the valid indices of a row to its front.")
     prefill_workspace: bool = _flag("convert_indices maps the rows of prefills to a workspace.")
     selection: bool = _flag("masked_prefill has a bit mask of the selected keys.")
