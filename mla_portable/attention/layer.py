@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -94,17 +94,8 @@ class SparseMLAAttention:
         self.route = verdict.route
         self._bound = bind_route(spec, verdict, layer_registry)
         formats = self._layout.scale_formats
-        self._scales = {"scale_format": spec.scale_format or formats[0]} if formats else {}
-        write = Request(
-            CACHE_WRITE,
-            self.facts,
-            kv_layout=spec.kv_layout,
-            block_size=spec.block_size,
-            scale_format=self._scales.get("scale_format"),
-            cache_alignment=spec.cache_alignment,
-            uneven_blocks=not spec.contiguous_blocks,
-            graph=spec.graph,
-        )
+        self._scales: dict[str, Any] = {"scale_format": spec.scale_format or formats[0]} if formats else {}
+        write = Request(CACHE_WRITE, self.facts, graph=spec.graph, **spec.cache_facts() | self._scales)
         self._write_decision = layer_registry.decide(write)
         self._write: CacheWrite | None = layer_registry.resolve(write).call if self._write_decision.chosen else None
         self._no_rope = (
