@@ -129,7 +129,7 @@ WORDS = {
     "explain merge_states --device a100-40g": "Did you mean 'a100-80g'?",
     "matrix --write": "No such option: --write",
     "explain": "Missing argument 'primitive'",
-    "explain --nope": "No such option: --nope",
+    "explain --nonsense": "No such option: --nonsense",
     "nonsense": "No such command 'nonsense'",
     "bench nonsense": "No such command 'nonsense'",
     "bench page": "No such command 'page'",

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 from commands import document, in_a_process, invoke
 from machines import H200
 
-from mla_portable.contracts import Primitive
+from mla_portable.contracts import Features, Primitive, Promises
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
 from mla_portable.times.measured import MeasuredCosts
@@ -61,6 +62,21 @@ def test_explain_every_primitive(primitive):
     answer = document("explain", str(primitive))
     assert answer["ok"] and answer["checked"] is True and answer["primitive"] == str(primitive)
     assert ("lse=yes" in answer["request"]) == ("lse" in primitive.facts)
+
+
+@pytest.mark.parametrize("flag", [each.name for each in (*fields(Features), *fields(Promises)) if each.metadata["words"]])
+def test_explain_asks_for_a_feature_of_the_primitives_that_have_it(flag):
+    (primitive, *_) = [each for each in Primitive.all() if flag in (*each.facts, *each.stated, "graph")]
+    option = "--sink" if flag == "attn_sink" else f"--{flag.replace('_', '-')}"
+    registry = Registry(environ={}, costs="measured")
+    for words in ([option], []):
+        answer = document("explain", str(primitive), *words, "--device", "h200", registry=registry)
+        assert answer["arguments"][flag] is bool(words or flag in ("lse", "selection"))
+
+
+def test_explain_route_of_queries_without_a_rotary_part():
+    answer = document("explain", "route", "--nope", "--device", "h200", registry=Registry(environ={}, costs="measured"))
+    assert answer["arguments"]["nope"] is True and answer["chosen"] in ("direct", "fused")
 
 
 def test_explain_route():

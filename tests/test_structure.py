@@ -21,7 +21,7 @@ CORE = ROOT / "mla_portable"
 PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / "pyproject.toml").exists())
 CODE = (CORE, ROOT / "ci", *(ROOT / "backends" / plugin / "src" / f"mla_portable_{plugin}" for plugin in PLUGINS))
 
-LOW = {"_version", "accelerator", "contracts", "errors", "kit", "layouts", "models"}
+LOW = {"_version", "accelerator", "contracts", "errors", "features", "kit", "layouts", "models"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "kit", "layouts", "primitives"))
 MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry", "times"}
 MAY_IMPORT = {
@@ -29,9 +29,10 @@ MAY_IMPORT = {
     "models": set(),
     "accelerator": set(),
     "errors": set(),
+    "features": set(),
     "layouts": {"errors"},
-    "contracts": {"accelerator", "errors", "layouts"},
-    "kit": {"accelerator", "contracts", "errors", "layouts"},
+    "contracts": {"accelerator", "errors", "features", "layouts"},
+    "kit": {"accelerator", "contracts", "errors", "features", "layouts"},
     "times": LOW,
     "registry": LOW | {"primitives", "problems", "times"},  # primitives and problems only while it probes, see below
     "problems": LOW | {"planner", "primitives"},

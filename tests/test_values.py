@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from arguments import split_schedule, tile_schedule
 from attention_steps import MODEL_LEN, SPEC
 from machines import CPU, H200
 
-from mla_portable.contracts import Implementation, InvalidArgument, PluginError, Request, Support
+from mla_portable.contracts import Features, Implementation, InvalidArgument, PluginError, Promises, Request, Support
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.times.prefill import PrefillTimes
@@ -162,6 +162,21 @@ def test_what_a_support_accepts_can_be_evaluated(field: str):
             assert all(str(reason) for reason in declared.reasons(asked))
         hash(declared)
     assert made, f"no value was accepted for {field}"
+
+
+@pytest.mark.parametrize("feature", fields(Features), ids=lambda each: each.name)
+def test_a_feature_that_is_not_declared_is_a_reason_against_a_call_that_needs_it(feature: Field[Any]):
+    plain, lacks = request(device=H200), support(**{feature.name: False})
+    needs = plain.but(**{feature.name: True})
+    assert [(each.subject, each.remedy) for each in lacks.reasons(needs)] == [(feature.name, feature.metadata["remedy"])]
+    assert not lacks.reasons(plain) and not replace(lacks, **{feature.name: True}).reasons(needs)
+
+
+def test_a_request_says_its_sizes_then_its_features_and_promises_then_the_graph():
+    told = request(graph=True, finite_values=True, lse=True, nope=True, topk=64, uneven_blocks=True)
+    assert str(told) == f"topk=64 uneven_blocks=yes lse=yes nope=yes finite_values=yes graph=yes on {CPU}"
+    flags = [each.name for each in (*fields(Features), *fields(Promises))]
+    assert all(getattr(request(), name) is False for name in flags)
 
 
 def test_an_implementation_wants_callables():

@@ -4,27 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import fields
+from typing import Any
 
 from proofs import Results
 from suite import LEVELS, Suite
 
 from mla_portable.capability.profiles import Profile
 from mla_portable.capability.run import name_of
-from mla_portable.contracts import Implementation, Request
+from mla_portable.contracts import Features, Implementation, Request
 from mla_portable.layouts import LAYOUTS
 from mla_portable.problems import cases_for
-
-_FEATURES: Final = (
-    "lse",
-    "attn_sink",
-    "lengths",
-    "compact",
-    "prefill_workspace",
-    "context_parallel",
-    "batch_invariant",
-    "graph",
-)
 
 
 def uncovered(
@@ -110,7 +100,7 @@ def _limits_without_a_case(implementation: Implementation, requests: Sequence[Re
     if formats:
         kept = {each for name in implementation.layouts for each in LAYOUTS[name].scale_formats_of(support.scale_formats)}
         yield from (f"scale_format {each}" for each in sorted(kept - formats))
-    for feature in _FEATURES:
+    for feature in (each.name for each in fields(Features)):
         asked = feature in (*primitive.facts, *primitive.stated, "graph")
         if asked and getattr(support, feature) and not any(getattr(request, feature) for request in requests):
             yield f"feature {feature}"

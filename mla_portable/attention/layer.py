@@ -13,8 +13,7 @@ prefill tokens   route direct: sparse_prefill on the cache
 from __future__ import annotations
 
 import math
-from dataclasses import fields
-from typing import Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +32,6 @@ from mla_portable.contracts.values import check_type, describe, device_of, refus
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import CACHE_WRITE, CacheWrite
 from mla_portable.registry import Registry
-
-PLANNED_AS_SPECIFIED: Final = tuple(
-    sorted({field.name for field in fields(AttentionSpec)} & {field.name for field in fields(PlannerConfig)} - {"route"})
-)
-"""Fields that a spec and its planner's configuration have in common; the route of a spec may still have to be chosen."""
 
 
 class SparseMLAAttention:
@@ -94,17 +88,8 @@ class SparseMLAAttention:
         self.route = verdict.route
         self._bound = bind_route(spec, verdict, layer_registry)
         formats = self._layout.scale_formats
-        self._scales = {"scale_format": spec.scale_format or formats[0]} if formats else {}
-        write = Request(
-            CACHE_WRITE,
-            self.facts,
-            kv_layout=spec.kv_layout,
-            block_size=spec.block_size,
-            scale_format=self._scales.get("scale_format"),
-            cache_alignment=spec.cache_alignment,
-            uneven_blocks=not spec.contiguous_blocks,
-            graph=spec.graph,
-        )
+        self._scales: dict[str, Any] = {"scale_format": spec.scale_format or formats[0]} if formats else {}
+        write = Request(CACHE_WRITE, self.facts, graph=spec.graph, **spec.cache_facts() | self._scales)
         self._write_decision = layer_registry.decide(write)
         self._write: CacheWrite | None = layer_registry.resolve(write).call if self._write_decision.chosen else None
         self._no_rope = (
@@ -145,15 +130,24 @@ class SparseMLAAttention:
         """The configuration of a planner for this layer."""
         spec = self.spec
         return PlannerConfig(
-            **{name: getattr(spec, name) for name in PLANNED_AS_SPECIFIED},
             device=self.device,
             route=self.route,
+            num_heads=spec.num_heads,
+            topk=spec.topk,
+            max_num_reqs=spec.max_num_reqs,
+            max_num_tokens=spec.max_num_tokens,
+            max_model_len=spec.max_model_len,
+            prefill_workspace_tokens=spec.prefill_workspace_tokens,
             prefill_times=self.route_decision.verdict.prefill_times,
             decode_threshold=spec.decode_query_len,
             schedule_kind=self._bound.schedule_kind,
             decode_request=self._bound.decode_request,
             num_sms=self.facts.num_sms,
             arch=self.facts.arch,
+            batch_invariant=spec.batch_invariant,
+            max_scratch_bytes=spec.max_scratch_bytes,
+            block_size=spec.block_size,
+            share=spec.share,
         )
 
     def cache_write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -73,15 +73,7 @@ def prompt_requests(spec: AttentionSpec, head_dims: HeadDims, facts: DeviceFacts
     widths: dict[str, Any] = {"qk_head_dim": head_dims.query, "v_head_dim": head_dims.value}
     # keys and values are what `project` makes of rows that were all written
     attend = Request(MASKED_PREFILL, facts, **widths, num_heads=spec.num_heads, rows=spec.max_num_tokens, finite_values=True)
-    gather = Request(
-        GATHER_UPCONVERT,
-        facts,
-        kv_layout=spec.kv_layout,
-        block_size=spec.block_size,
-        scale_format=spec.scale_format if spec.layout.is_quantized else None,
-        cache_alignment=spec.cache_alignment,
-        uneven_blocks=not spec.contiguous_blocks,
-    )
+    gather = Request(GATHER_UPCONVERT, facts, **spec.cache_facts())
     pack = Request(PACK_SELECTION, facts, topk=spec.topk, rows=spec.max_num_tokens)
     merge = Request(MERGE_STATES, facts)
     named: dict[str, Request[Any]] = {"masked": attend.but(selection=True), "dense": attend}

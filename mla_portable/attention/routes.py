@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 from mla_portable.attention.converter import Converter
 from mla_portable.attention.layer_registry import LayerRegistry, forced_but_unused
@@ -57,31 +57,11 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
 
     "cache_prefill" reads the cache itself, "bf16_prefill" a bf16 workspace.
     """
-    attention: dict[str, Any] = {
-        "device": device,
-        "num_heads": spec.num_heads,
-        "topk": spec.topk,
-        "lse": spec.need_lse,
-        "attn_sink": spec.attn_sink,
-        "batch_invariant": spec.batch_invariant,
-    }
-    layout = spec.layout
-    cache: dict[str, Any] = {
-        "kv_layout": spec.kv_layout,
-        "block_size": spec.block_size,
-        "scale_format": spec.scale_format if layout.is_quantized else None,
-        "cache_alignment": spec.cache_alignment,
-        "uneven_blocks": not spec.contiguous_blocks,
-    }
-    in_place = {**attention, "nope": spec.nope}
-    if spec.extra_topk:
-        in_place |= {"extra_topk": spec.extra_topk, "extra_block_size": spec.extra_block_size}
+    cache, in_place, gathered = spec.cache_facts(), spec.attention_facts(in_place=True), spec.attention_facts(in_place=False)
     # a small deployment is served by who is fast at its size, where that was measured
     rows = spec.max_num_reqs * spec.decode_query_len
-    decode = Request(SPARSE_DECODE, **in_place, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph)
-    # sparse_prefill sees a cache without scales as flat rows
-    flat: dict[str, Any] = {"kv_layout": layout.name, "cache_alignment": spec.cache_alignment}
-    seen = cache if layout.is_quantized else flat
+    decode = Request(SPARSE_DECODE, device, **in_place, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph)
+    seen = spec.cache_facts(as_rows=not spec.layout.is_quantized)  # by sparse_prefill
     convert = Request(
         CONVERT_INDICES,
         device,
@@ -94,8 +74,8 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
         "convert": convert,
         "workspace_convert": convert.but(prefill_workspace=True),
         "decode": decode,
-        "cache_prefill": Request(SPARSE_PREFILL, **in_place, **seen),
-        "bf16_prefill": Request(SPARSE_PREFILL, **attention, kv_layout=layout.workspace.name),
+        "cache_prefill": Request(SPARSE_PREFILL, device, **in_place, **seen),
+        "bf16_prefill": Request(SPARSE_PREFILL, device, **gathered, kv_layout=spec.layout.workspace.name),
         "gather": Request(GATHER_UPCONVERT, device, **cache),
     }
 

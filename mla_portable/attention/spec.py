@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, WORKSPACE_SEQUENCES, InvalidArgument
 from mla_portable.contracts.share import WHOLE, ContextShare
@@ -139,3 +139,24 @@ class AttentionSpec:
         if self.prefill_workspace_tokens is None:
             return WORKSPACE_SEQUENCES * self.max_model_len
         return self.prefill_workspace_tokens
+
+    def cache_facts(self, *, as_rows: bool = False) -> dict[str, Any]:
+        """The fields of a Request that say what the cache is like; as_rows: where it is read as flat rows, without blocks."""
+        facts: dict[str, Any] = {"kv_layout": self.kv_layout, "cache_alignment": self.cache_alignment}
+        if not as_rows:
+            facts |= {"block_size": self.block_size, "uneven_blocks": not self.contiguous_blocks}
+        return facts | {"scale_format": self.scale_format if self.layout.is_quantized else None}
+
+    def attention_facts(self, *, in_place: bool) -> dict[str, Any]:
+        """The fields of a Request that say what attention to the cache, or with in_place=False to gathered rows, needs."""
+        facts: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "topk": self.topk,
+            "lse": self.need_lse,
+            "attn_sink": self.attn_sink,
+            "batch_invariant": self.batch_invariant,
+        }
+        if not in_place:
+            return facts
+        second = {"extra_topk": self.extra_topk, "extra_block_size": self.extra_block_size} if self.extra_topk else {}
+        return facts | {"nope": self.nope} | second

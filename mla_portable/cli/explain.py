@@ -15,6 +15,7 @@ from mla_portable.cli.elsewhere import Elsewhere, find_profile
 from mla_portable.cli.options import BackendOption, JsonOption, check_name, primitive_named, resolve_device, with_options
 from mla_portable.cli.output import EXIT_FAILED, EXIT_OK, command, hanging
 from mla_portable.cli.verdicts import cost_lines, decision_lines, route_lines
+from mla_portable.features import Features, Promises
 from mla_portable.models import DEEPSEEK_V32
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mla_portable.contracts import Decision, DeviceFacts
     from mla_portable.times.configurations import Configured
 
+_FLAGS = [each for each in (*fields(Features), *fields(Promises)) if each.metadata["words"]]
+"""What a call needs or promises that implementations declare or need."""
 _TYPICAL: dict[str, Any] = {
     "kv_layout": "fp8_ds_mla",
     "block_size": 64,
@@ -32,71 +35,54 @@ _TYPICAL: dict[str, Any] = {
     "qk_head_dim": DEEPSEEK_V32.qk_head_dim,
     "v_head_dim": DEEPSEEK_V32.head_dims[2],
     "rows": None,
+    **{each.name: each.default for each in _FLAGS},
     "lse": True,
-    "attn_sink": False,
-    "lengths": False,
-    "compact": False,
-    "prefill_workspace": False,
     "selection": True,
-    "finite_values": False,
-    "seq_lens": False,
-    "context_parallel": False,
-    "batch_invariant": False,
-    "graph": False,
 }
 """Facts of a call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
 _ROUTE = "route"
 _UNKNOWN = "unknown"
-_OF_PROMPTS = "qk_head_dim", "v_head_dim", "selection", "finite_values"
-_NOT_OF_ROUTES = (*_OF_PROMPTS, "lengths", "compact", "prefill_workspace", "seq_lens", "context_parallel")
-_ROUTE_FIELDS: dict[str, Any] = {name: value for name, value in _TYPICAL.items() if name not in _NOT_OF_ROUTES} | {
-    "rows": 256,
-    "lse": False,
-}
+_OF_ROUTES: dict[str, Any] = {"rows": 256, "lse": False}
 """What a layer in vLLM asks for: no lse, and as many requests as vLLM schedules at once by default."""
 _MAX_NUM_TOKENS = 8192
 """Of a step, by vLLM's default."""
 
 
-def _option(words: str, text: str, *, of: Any = int, metavar: str | None = None) -> Any:
-    least, metavar = (1, "N") if of is int else (None, metavar)
+def _words_of(field: str) -> str:
+    """The option of a fact."""
+    return _OPTION.get(field, f"--{field.replace('_', '-')}")
+
+
+def _option(field: str, text: str, *, of: Any = int, metavar: str | None = None) -> Any:
+    least, metavar, words = (1, "N", _words_of(field)) if of is int else (None, metavar, _words_of(field))
+    if of is bool and _TYPICAL[field]:
+        words += words.replace("--", "/--no-", 1)
+        text += f" Default: yes{'; for a route no' if _OF_ROUTES.get(field) is False else ''}."
     return Annotated[of | None, typer.Option(words, metavar=metavar, min=least, help=text, rich_help_panel="The call")]
 
 
 _CALL = {
-    "num_heads": _option("--heads", "Query heads per GPU. Default: 16; for the indexer 64."),
-    "tp": _option("--tp", "GPUs that share DeepSeek-V3.2's 128 query heads, instead of --heads. Default: 8."),
-    "topk": _option("--topk", "Indices per token. Default: 2048."),
+    "num_heads": _option("num_heads", "Query heads per GPU. Default: 16; for the indexer 64."),
+    "tp": _option("tp", "GPUs that share DeepSeek-V3.2's 128 query heads, instead of --heads. Default: 8."),
+    "topk": _option("topk", "Indices per token. Default: 2048."),
     "kv_layout": _option(
-        "--layout", "Layout of the cache or the workspace: fp8_ds_mla (default), bf16, ...", of=str, metavar="LAYOUT"
+        "kv_layout", "Layout of the cache or the workspace: fp8_ds_mla (default), bf16, ...", of=str, metavar="LAYOUT"
     ),
-    "block_size": _option("--block-size", "Tokens per block. Default: 64."),
+    "block_size": _option("block_size", "Tokens per block. Default: 64."),
     "scale_format": _option(
-        "--scale-format",
+        "scale_format",
         "Kind of FP8 scales: pow2 (default), amax, or unknown, which is read as amax.",
         of=Literal["pow2", "amax", "unknown"],
         metavar="FORMAT",
     ),
-    "query_len": _option("--query-len", "Tokens per decode. Default: 1."),
-    "qk_head_dim": _option("--qk-head-dim", "Width of a head's queries and keys. Default: 192."),
-    "v_head_dim": _option("--v-head-dim", "Width of a head's values. Default: 128."),
+    "query_len": _option("query_len", "Tokens per decode. Default: 1."),
+    "qk_head_dim": _option("qk_head_dim", "Width of a head's queries and keys. Default: 192."),
+    "v_head_dim": _option("v_head_dim", "Width of a head's values. Default: 128."),
     "rows": _option(
-        "--rows", "Query rows of the call, where costs depend on them; for a route, requests that decode at once (default 256)."
+        "rows", "Query rows of the call, where costs depend on them; for a route, requests that decode at once (default 256)."
     ),
-    "lse": _option("--lse/--no-lse", "The call returns the log-sum-exp. Default: yes; for a route no.", of=bool),
-    "attn_sink": _option("--sink", "There is an attention sink for each head.", of=bool),
-    "lengths": _option("--lengths", "`lengths` says how many indices of each row count.", of=bool),
-    "compact": _option("--compact", "convert_indices moves the valid indices of a row to its front.", of=bool),
-    "prefill_workspace": _option("--prefill-workspace", "convert_indices maps the rows of prefills to a workspace.", of=bool),
-    "selection": _option(
-        "--selection/--no-selection", "masked_prefill has a bit mask of the selected keys. Default: yes.", of=bool
-    ),
-    "finite_values": _option("--finite-values", "The caller promises that no key or value is NaN or infinite.", of=bool),
-    "seq_lens": _option("--seq-lens", "convert_indices leaves out positions from a request's length on.", of=bool),
-    "context_parallel": _option("--context-parallel", "The cache holds one rank's share of each sequence.", of=bool),
-    "batch_invariant": _option("--batch-invariant", "Results must not depend on the other rows of the batch.", of=bool),
-    "graph": _option("--graph", "The call is captured in a CUDA graph.", of=bool),
+    **{each.name: _option(each.name, each.metadata["words"], of=bool) for each in _FLAGS},
 }
 """By the names of Request's fields."""
 
@@ -204,12 +190,12 @@ def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str
     known = (*primitive.facts, *primitive.stated, "graph")
     defaults = {field: value for field, value in {**_TYPICAL, **primitive.typical}.items() if field in known}
     _refuse_others(name, given, defaults)
-    fields = {**defaults, **given}
-    if fields.get("scale_format") == _UNKNOWN or fields.get("kv_layout") == "bf16":
-        fields.pop("scale_format", None)
-    if name == "sparse_prefill" and fields["kv_layout"] == "bf16" and "block_size" not in given:
-        fields["block_size"] = None  # a workspace, or a cache seen as flat rows
-    return ask(name, device=device, backend=backend, **fields)
+    asked = {**defaults, **given}
+    if asked.get("scale_format") == _UNKNOWN or asked.get("kv_layout") == "bf16":
+        asked.pop("scale_format", None)
+    if name == "sparse_prefill" and asked["kv_layout"] == "bf16" and "block_size" not in given:
+        asked["block_size"] = None  # a workspace, or a cache seen as flat rows
+    return ask(name, device=device, backend=backend, **asked)
 
 
 def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> RouteDecision:
@@ -219,19 +205,21 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     from mla_portable.attention.routes import choose_route
     from mla_portable.dispatch import current_registry
 
-    _refuse_others(name, given, _ROUTE_FIELDS)
-    fields = {**_ROUTE_FIELDS, **given}
-    if fields["scale_format"] == _UNKNOWN:
-        fields["scale_format"] = None
-    query_len, num_reqs = fields.pop("query_len"), fields.pop("rows")
+    specified = {each.name for each in fields(AttentionSpec)} | {"query_len", *_OF_ROUTES}
+    defaults = {field: value for field, value in {**_TYPICAL, **_OF_ROUTES}.items() if field in specified}
+    _refuse_others(name, given, defaults)
+    asked = {**defaults, **given}
+    if asked["scale_format"] == _UNKNOWN:
+        asked["scale_format"] = None
+    query_len, num_reqs = asked.pop("query_len"), asked.pop("rows")
     spec = AttentionSpec(
         softmax_scale=DEEPSEEK_V32.softmax_scale,
         max_num_tokens=max(_MAX_NUM_TOKENS, num_reqs * query_len),
         max_num_reqs=num_reqs,
         max_model_len=DEEPSEEK_V32.max_model_len,
         decode_query_len=query_len,
-        need_lse=fields.pop("lse"),
-        **fields,
+        need_lse=asked.pop("lse"),
+        **asked,
     )
     registry = current_registry()
     demand = LayerRegistry(registry, backend)
@@ -304,10 +292,7 @@ def _share_heads(name: str, given: dict[str, Any]) -> None:
 
 
 def _refuse_others(name: str, given: dict[str, Any], allowed: dict[str, Any]) -> None:
-    def flag(field: str) -> str:
-        return _OPTION.get(field, f"--{field.replace('_', '-')}")
-
     for field in given:
         if field not in allowed:
-            known = ", ".join(map(flag, allowed))
-            raise typer.BadParameter(f"does not apply to {name} (valid: {known})", param_hint=flag(field))
+            known = ", ".join(map(_words_of, allowed))
+            raise typer.BadParameter(f"does not apply to {name} (valid: {known})", param_hint=_words_of(field))

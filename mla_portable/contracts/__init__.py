@@ -43,6 +43,7 @@ from mla_portable.errors import (
     PluginError,
     UnknownBackend,
 )
+from mla_portable.features import Features, Promises
 
 __all__ = [
     "DEFAULT_SCRATCH_BYTES",
@@ -61,6 +62,7 @@ __all__ = [
     "DecodeSchedule",
     "Detector",
     "DeviceFacts",
+    "Features",
     "Implementation",
     "InvalidArgument",
     "MLAPortableError",
@@ -68,6 +70,7 @@ __all__ = [
     "PluginError",
     "PrefillChunk",
     "Primitive",
+    "Promises",
     "Reason",
     "Registrar",
     "Request",

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Final, Generic, TypeVar, cast
 
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, describe, refuse
+from mla_portable.features import Features, Promises
 from mla_portable.layouts import LAYOUTS, scale_formats
 
 G = TypeVar("G")
@@ -20,8 +21,10 @@ _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
 
 
 @dataclass(frozen=True, slots=True)
-class Request(Generic[F]):
+class Request(Promises, Features, Generic[F]):
     """The static facts of a call; a field that does not matter for a primitive stays None (or False).
+
+    Beside its sizes it has the fields of `Features`, what the call needs, and of `Promises`, what its caller promises.
 
     Attributes:
         primitive, device: what to run, where.
@@ -29,7 +32,6 @@ class Request(Generic[F]):
         num_heads: H. topk: K. block_size: of the paged cache. query_len: S of sparse_decode.
         extra_topk, extra_block_size: K and block size of a second cache of the same layout, to which every row attends as well;
             None where there is none. extra_lengths: the call has `extra_lengths`.
-        nope: queries are as wide as the latent, and the rotary part of the rows, quantised ones that have one, is not read.
         qk_head_dim, v_head_dim: width of a head's queries and keys, and of its values, where a call has keys of each head.
         rows: query rows (B * S or T) where a choice may depend on the amount of work; never decides what can run.
         scale_format: how the FP8 scales in the cache were made; None where unknown, which is read as arbitrary.
@@ -37,26 +39,6 @@ class Request(Generic[F]):
             stride between its blocks; of a second cache too. A cache of whole rows in memory from torch has 16.
         uneven_blocks: the stride between the blocks of the cache, or of a second one, is no multiple of the distance between
             its rows (`CacheLayout.row_pitch`).
-        lse, attn_sink, lengths, compact, prefill_workspace, selection: the call needs this feature. With lse=False the
-            implementation may skip the lse: `lse_out` is scratch, and the second result may be NaN or a tensor without
-            elements. Any other value in it is the lse.
-        seq_lens: the call has `seq_lens`, which limits positions to those that are cached.
-        context_parallel: the cache holds one rank's share of each sequence (`ContextShare`), of several ranks.
-        clean_indices: a promise about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what
-            stands past a row's length, which is 0 to K, is -1, so that `lengths` only repeats it. It saves work and never
-            decides what can run. Violating this promise can read out-of-bounds memory.
-        clean_lengths: likewise of `lengths`: each is 0 to K, and no index in front of it is negative: they count compacted
-            indices.
-        finite_values: a promise about `k` and `v`: no row of them holds NaN or infinity, those of no request and of other
-            requests included. What needs it (`Support.needs_finite_values`) multiplies rows behind a request's end by 0, and
-            runs under this promise alone. Where it is broken, results of neighbouring requests become NaN.
-        follows_in_order: a promise about the stream: the kernel in front of each call ends after all that is before it in the
-            stream, as one that is launched normally does (`Support.ends_in_order`). A kernel that waits for it may then start
-            before its end (CUDA's programmatic dependent launch). Where the promise is broken, a call may read what is not
-            written yet, or overwrite what is still read.
-        batch_invariant: a row's result may not depend, in a single bit, on the other rows: the bound implementation computes it
-            in the same way for every `rows`, and a schedule cuts every batch in the same way (`PlannerConfig.batch_invariant`).
-        graph: the call is going to be captured in a CUDA graph.
         configuration: kernel configuration from a file of times; None = the plugin's own. The registry sets it for the
             chosen implementation just before `bind`; it never decides what can run.
     """
@@ -76,22 +58,8 @@ class Request(Generic[F]):
     scale_format: str | None = None
     cache_alignment: int = CACHE_ALIGNMENT
     uneven_blocks: bool = False
-    lse: bool = False
-    attn_sink: bool = False
-    lengths: bool = False
     extra_lengths: bool = False
-    nope: bool = False
-    compact: bool = False
-    prefill_workspace: bool = False
-    selection: bool = False
-    seq_lens: bool = False
-    context_parallel: bool = False
-    clean_indices: bool = False
-    clean_lengths: bool = False
-    finite_values: bool = False
-    follows_in_order: bool = False
-    batch_invariant: bool = False
-    graph: bool = False
+    _: KW_ONLY
     configuration: tuple[tuple[str, int], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -135,9 +103,11 @@ class Request(Generic[F]):
         return f"{self.qk_head_dim}/{self.v_head_dim}{' selection' if self.selection else ''}"
 
     def __str__(self) -> str:
+        """What is stated: sizes, features, promises, and at last whether it is for a graph."""
+        ordered = sorted(fields(self), key=lambda each: (each.name == "graph", each.kw_only is True))
         words = [
             f"{field.name}={'yes' if value is True else value}"
-            for field in fields(self)
+            for field in ordered
             if field.name not in ("primitive", "device") and (value := getattr(self, field.name)) != field.default
         ]
         return " ".join([*words, f"on {self.device}"])

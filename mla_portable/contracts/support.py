@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields, check_type, describe
 from mla_portable.errors import InvalidArgument
+from mla_portable.features import Features
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS, scale_formats
 
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
@@ -23,16 +24,7 @@ _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     ),
     (1, INT32_MAX),
 )
-_FEATURES: Final = {
-    **dict.fromkeys(("lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection"), ""),
-    "extra_cache": "attend to each cache in a call of its own, without sinks, and merge_states",
-    "seq_lens": "set positions from a request's length on to -1 before the call",
-    "nope": "pad the queries with zeros to the width of a key",
-    "context_parallel": "keep each sequence whole on one rank: a context parallel size of 1",
-    "batch_invariant": "allow that the other rows of a batch change the order of a row's sums",
-    "graph": "",
-}
-"""What a call needs and an implementation may lack -> a remedy."""
+_REMEDIES: Final[dict[str, str]] = {each.name: each.metadata["remedy"] for each in fields(Features)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +50,11 @@ def _fits(request: Request, qk_head_dim: int, v_head_dim: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Support:
+class Support(Features):
     """Where and on what an implementation runs. None means "no limit"; tuples list what is allowed.
+
+    It declares each of the `Features` that it has. Those of every implementation but few are declared unless it says otherwise;
+    what does not declare one of the others is never called with it.
 
     Attributes:
         source: where the limits come from (a document, a file, a measurement), for readers of the matrix.
@@ -76,10 +71,7 @@ class Support:
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
         needs_finite_values: keys and values must be promised to be finite (`Request.finite_values`).
-        lse, attn_sink, lengths, compact, prefill_workspace, selection, context_parallel, batch_invariant, graph: features that
-            are there. extra_cache: a second cache with its own indices (`extra_kv_cache`). nope: queries without a rotary part
-            over rows that have one. seq_lens: positions are limited by `seq_lens`. What does not declare these three is never
-            called with them.
+        extra_cache: a second cache with its own indices (`extra_kv_cache`); a feature, too.
         ends_in_order: the last kernel of a call ends after all that is before it in the stream, whatever the input: it is
             launched normally, or starts early and waits for a kernel of which this holds.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
@@ -105,24 +97,21 @@ class Support:
     cache_alignment: int = 1
     needs_whole_rows: bool = False
     needs_finite_values: bool = False
-    lse: bool = True
-    attn_sink: bool = True
-    lengths: bool = True
-    compact: bool = True
-    prefill_workspace: bool = True
-    selection: bool = True
     extra_cache: bool = False
-    nope: bool = False
-    seq_lens: bool = False
-    context_parallel: bool = False
-    batch_invariant: bool = False
-    graph: bool = True
     ends_in_order: bool = False
     probes_graph: bool = False
     nan_keys: bool | Callable[[Request], bool] = True
     min_shared_memory: int = 0
     needs_bf16: bool = True
     needs_fp8_conversion: bool = False
+    _: KW_ONLY
+    lse: bool = True
+    attn_sink: bool = True
+    lengths: bool = True
+    compact: bool = True
+    prefill_workspace: bool = True
+    selection: bool = True
+    graph: bool = True
 
     def __post_init__(self) -> None:
         where = "Support"
@@ -222,9 +211,12 @@ class Support:
         if self.needs_finite_values and not r.finite_values:
             remedy = "promise it where every row of k and v was written: Request(finite_values=True)"
             yield Reason("finite_values", "not promised", "multiplies rows of other requests by 0", remedy)
-        for feature, remedy in _FEATURES.items():
+        for feature, remedy in _REMEDIES.items():
             if getattr(r, feature) and not getattr(self, feature):
                 yield Reason(feature, "requested", "not supported", remedy)
+        if r.extra_cache and not self.extra_cache:
+            remedy = "attend to each cache in a call of its own, without sinks, and merge_states"
+            yield Reason("extra_cache", "requested", "not supported", remedy)
         if r.extra_lengths and not self.lengths:
             yield Reason("extra_lengths", "requested", "not supported")
         if r.graph and r.device.graph_capture is False:
