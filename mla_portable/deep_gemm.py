@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator, default_device
-from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse
+from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse, rounded_rows
+from mla_portable.dispatch import unchecked
 from mla_portable.errors import InvalidArgument
 from mla_portable.kit.rules import check_cache, check_dense, check_tensor, shape_of
 from mla_portable.layouts import INDEX, INDEX_FP8, INDEX_HEAD_SIZE
-from mla_portable.primitives import indexer_logits, indexer_logits_ragged
+from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, IndexerLogitsRagged
 
 __all__ = [
     "fp8_fp4_mqa_logits",
@@ -82,7 +83,7 @@ def fp8_fp4_mqa_logits(
     if max_seqlen_k == 0:
         out = _rows(num_tokens, num_keys, queries.device)
         ranges = cu_seq_len_k_start, cu_seq_len_k_end
-        return indexer_logits_ragged(queries, weights, keys, scales, *ranges, out=out).to(logits_dtype)
+        return _ragged(queries)(queries, weights, keys, scales, *ranges, out=out).to(logits_dtype)
     try:
         compressed = _rows(num_tokens, max_seqlen_k, queries.device)
     except RuntimeError as error:
@@ -98,7 +99,7 @@ def fp8_fp4_mqa_logits(
         some = slice(begin, min(begin + step, num_tokens))
         starts, ends = cu_seq_len_k_start[some], cu_seq_len_k_end[some]
         scores = _rows(some.stop - begin, num_keys, queries.device)
-        indexer_logits_ragged(queries[some], weights[some], keys, scales, starts, ends, out=scores)
+        _ragged(queries[some])(queries[some], weights[some], keys, scales, starts, ends, out=scores)
         taken = starts.clamp(min=0).unsqueeze(1) + column  # [m, num_columns]
         found = scores.gather(1, taken.clamp(max=num_keys - 1))
         compressed[some, :num_columns] = found.masked_fill_(taken >= num_keys, -torch.inf)
@@ -156,7 +157,7 @@ def fp8_fp4_paged_mqa_logits(
     queries = _queries(where, q, "[B, next_n, H, 128]")
     batch, next_n, heads, width = queries.shape
     rows, device = batch * next_n, queries.device
-    pages = _pages(where, kv_cache, device)
+    pages, facts = _pages(where, kv_cache, device)
     check_tensor(where, "weights", weights, torch.float32, (rows, heads), device, "[B * next_n, H]")
     check_dense(where, "context_lens", context_lens, _LENGTHS)
     lengths_shape = (batch,) if context_lens.dim() == 1 else (batch, next_n)
@@ -170,10 +171,11 @@ def fp8_fp4_paged_mqa_logits(
         lengths, table = context_lens, block_table
     else:  # any length for each token: each one is a request of its own
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        lengths = context_lens.reshape(-1)
+        lengths = context_lens.reshape(-1).contiguous()  # of one column of a wider tensor, reshape makes a strided view
         table = block_table if next_n == 1 else block_table.repeat_interleave(next_n, dim=0)
     out = _rows(rows, max_context_len, device)
-    indexer_logits(queries.reshape(rows, heads, width), weights, pages, starts, lengths, table, out=out)
+    score = unchecked(INDEXER_LOGITS, queries, num_heads=heads, rows=rounded_rows(rows), **facts)
+    score(queries.reshape(rows, heads, width), weights, pages, starts, lengths, table, out=out)
     return out.to(logits_dtype)
 
 
@@ -224,8 +226,15 @@ def _queries(where: str, q: Any, axes: str) -> Tensor:
     return values
 
 
-def _pages(where: str, kv_cache: Any, device: torch.device) -> Tensor:
-    """[blocks, block_kv, 132] of a cache with an axis for the one head, or without."""
+def _ragged(queries: Tensor) -> IndexerLogitsRagged:
+    """indexer_logits_ragged for [M, H, 128] e4m3 queries, whose arguments are checked."""
+    num_tokens, num_heads, _ = queries.shape
+    rows = rounded_rows(num_tokens)
+    return unchecked(INDEXER_LOGITS_RAGGED, queries, kv_layout=INDEX_FP8.name, num_heads=num_heads, rows=rows)
+
+
+def _pages(where: str, kv_cache: Any, device: torch.device) -> tuple[Tensor, dict[str, object]]:
+    """[blocks, block_kv, 132] of a cache with an axis for the one head, or without; and what a Request says of it."""
     axes = f"[blocks, block_kv, 1, {INDEX_FP8.row_width}] uint8"
     check_dense(where, "kv_cache", kv_cache, axes)
     pages = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
@@ -233,8 +242,9 @@ def _pages(where: str, kv_cache: Any, device: torch.device) -> Tensor:
         refuse(where, "kv_cache", f"shape {list(kv_cache.shape)}", axes)
     if pages.dtype is not torch.uint8:
         refuse(where, "kv_cache", pages.dtype, axes)
-    check_cache(where, "kv_cache", pages, device, INDEX)
-    return pages
+    layout, block_size, stride, alignment = check_cache(where, "kv_cache", pages, device, INDEX)
+    uneven = bool(stride % layout.row_width)
+    return pages, {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
 
 
 def _count(where: str, argument: str, value: Any, least: int = 0) -> int:

@@ -103,6 +103,17 @@ def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tu
     return served
 
 
+def unchecked(primitive: Primitive[F], tensor: Tensor, **facts: object) -> F:
+    """What a public function calls once it has checked its arguments: for a caller that has checked as much itself.
+
+    The policy in force chooses it. Raises: UnknownBackend, UnsupportedRequest.
+
+    Args:
+        tensor: on the call's device. facts: every one of `primitive.facts`, as the primitive's own check would return it.
+    """
+    return find(primitive, None, tensor, tuple([facts[name] for name in primitive.facts])).call
+
+
 def _serve(registry: Registry, request: Request[F], backend: str | None) -> Served[F]:
     """Choose for the rows of `request`, and bind for any number of rows: one callable however many kinds of calls share it."""
     implementation, _ = registry.select(request, backend=backend)

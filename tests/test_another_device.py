@@ -32,7 +32,7 @@ from mla_portable import reference
 from mla_portable.primitives import MERGE_STATES, QUANTIZE_PER_TENSOR
 from mla_portable.accelerator import accelerator, add_error_words, default_device, is_device_error
 from mla_portable.dispatch import serving
-from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, ScheduleKind
+from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, Request, ScheduleKind
 from mla_portable.registry import Registry
 
 registry = Registry(plugins=[("reference", reference), ("acme", acme)], environ={})
@@ -89,12 +89,12 @@ with serving(registry):
         out, lse = mp.merge_states(*there, backend=backend)
         assert out.device == lse.device == torch.device("acme:0")
         torch.testing.assert_close(out.cpu(), want)
-    assert set(acme.served) == {("acme", 0)}, acme.served  # the probe's calls as well
+    assert set(acme.served) == {("acme:0", 0)}, acme.served  # the probe's calls as well
     guards = len(acme.guards)
     acme.current[0] = 1  # pretend that another device is the current one
     torch.testing.assert_close(mp.merge_states(*there)[0].cpu(), want)
     assert acme.guards[guards:] and set(acme.guards[guards:]) == {0} and acme.current == [1]
-    assert acme.served[-1] == ("acme", 0), "a kernel is launched on the current device"
+    assert acme.served[-1] == ("acme:0", 0), "a kernel is launched on the current device"
     acme.current[0] = 0
     values = torch.randn(3, 4).bfloat16()
     fp8, scale = mp.quantize_per_tensor(values.to("acme"))
@@ -105,6 +105,51 @@ with serving(registry):
     assert decision.chosen == "acme.merge" and decision.request.device == acme.FACTS
     shapes = dict(num_heads=16, topk=64, block_size=16, kv_layout="bf16", query_len=1)
     assert mp.explain("sparse_decode", **shapes).chosen == "reference.torch"
+""")
+
+
+def test_what_is_tried_for_a_device_runs_there_though_another_one_is_equal_to_it():
+    """A process that uses one GPU of several opens no context on another; the result holds for all that are equal."""
+    run("""
+first, second = registry.facts("acme:0"), registry.facts("acme:1")
+assert first == second == acme.FACTS
+merge = registry.implementations(MERGE_STATES)[0]
+assert merge.name == "acme.merge"
+request = Request(MERGE_STATES, second)
+
+acme.current[0] = 1  # as a process of a tensor parallel group does
+assert registry.select(request)[0] is merge
+assert acme.checked == [1] and acme.served and set(acme.served) == {("acme:1", 1)}, (acme.checked, acme.served)
+tried = len(acme.served)
+acme.current[0] = 0
+registry.reload_policy()
+assert registry.select(request)[0] is merge
+assert (len(acme.served), acme.checked) == (tried, [1]), "equal devices share the result"
+
+def another():
+    acme.served.clear()
+    acme.checked.clear()
+    return Registry(plugins=[("reference", reference), ("acme", acme)], environ={})
+
+registry = another()  # by name: whichever is current and was asked about
+registry.facts("acme:0")
+assert registry.probe(merge, "acme:1").ok
+assert acme.checked == [1] and set(acme.served) == {("acme:1", 1)}, (acme.checked, acme.served)
+
+for asked in ("acme:0", "acme:1"):  # the current one was not asked about: it is not touched
+    registry, acme.current[0] = another(), 1 - int(asked[-1])
+    assert registry.decide(Request(MERGE_STATES, registry.facts(asked))).chosen == "acme.merge"
+    assert set(acme.served) == {(asked, int(asked[-1]))}, acme.served
+
+registry, acme.current[0] = another(), 1  # of facts that nobody asked for here
+assert registry.decide(Request(MERGE_STATES, acme.FACTS)).chosen == "acme.merge"
+assert set(acme.served) == {("acme:1", 1)}, acme.served
+
+with serving(another()):  # tensors say where
+    acme.current[0] = 0
+    there = torch.randn(2, 3, 4).to("acme:1"), torch.randn(2, 3).to("acme:1")
+    assert mp.merge_states(*there)[0].device == torch.device("acme:1")
+    assert acme.checked == [1] and set(acme.served) == {("acme:1", 1)}, (acme.checked, acme.served)
 """)
 
 
@@ -141,7 +186,7 @@ kv = cache.clone().to("acme")
 spec_of_one.cache_write(latent.to("acme"), rope.to("acme"), kv, slots.to("acme"))
 assert acme.guards == [], "the device is the current one already"
 acme.current[0] = 1
-step("acme")
+step("acme:0")
 assert set(acme.guards) == {0}
 """)
 

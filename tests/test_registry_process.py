@@ -124,11 +124,18 @@ def test_a_plugin_that_asks_for_the_registry_while_it_is_built_is_refused_and_do
     assert plain.ok
 
 
-def test_the_second_of_two_equal_gpus_does_not_take_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mla_portable.registry.machine.resolve_device", torch.device)
+def test_of_equal_gpus_the_current_one_or_the_one_asked_about_last_is_used(monkeypatch: pytest.MonkeyPatch):
+    current = ["cuda:0"]
+    monkeypatch.setattr(
+        "mla_portable.registry.machine.resolve_device",
+        lambda device: torch.device(current[0] if str(device) == "cuda" else device),
+    )
     plugin = make_plugin(implementation("fast.v1"), detectors=(lambda device: H200,))
     machine = Registry(plugins=[("fast", plugin)], environ={})._machine
     assert machine.facts("cuda:0") is machine.facts("cuda:1") is H200
+    for current[0], used in (("cuda:0", "cuda:0"), ("cuda:1", "cuda:1"), ("cuda:2", "cuda:1")):
+        assert machine.device_of(H200) == torch.device(used)
+    machine.facts("cuda:0")
     assert machine.device_of(H200) == torch.device("cuda:0")
 
 

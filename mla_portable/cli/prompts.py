@@ -91,6 +91,7 @@ def prompts(
         if len(dims) != 3:
             raise typer.BadParameter(f"must be three numbers (got {widths!r})", param_hint="--head-dims")
         counts = numbers(heads, "--heads") or (8, 16, 32, 64, 128)
+        size: dict[str, Any]
         if where.type == "cpu":
             steps, size = (((40, 40),) * 2, ((70, 70),), ((20, 90),)), _SMALL
         else:

@@ -8,12 +8,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.values import check_flag, refuse
+from mla_portable.contracts.values import check_flag, check_scale, refuse, rounded_rows
+from mla_portable.dispatch import unchecked
 from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
 from mla_portable.flash_mla.statistics import LOG2_E, SHARPNESS, as_flashmla, wants_max_logits
-from mla_portable.kit.rules import check_cache, shape_of
+from mla_portable.kit.rules import check_cache, check_resolved, shape_of
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.primitives import sparse_decode, sparse_prefill
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 
 _WHERE: Final = "flash_mla_sparse_fwd"
 TENSORS: Final = TensorTable(
@@ -67,23 +68,36 @@ def flash_mla_sparse_fwd(
     if rows.dtype is not torch.bfloat16:
         remedy = "flash_mla_with_kvcache reads quantised rows from the paged cache in place."
         refuse(_WHERE, "kv", rows.dtype, "torch.bfloat16", remedy)
-    layout, *_ = check_cache(_WHERE, "kv", rows.unsqueeze(1), q.device, may_overlap=True)
+    check_resolved(_WHERE, "kv", rows)
+    layout, _, row_stride, alignment = check_cache(_WHERE, "kv", rows.unsqueeze(1), q.device, may_overlap=True)
     chosen = without_head(_WHERE, "indices", indices, 3, "[s_q, 1, topk]")
     sizes = {"key": layout.key_width, "value": layout.value_width}
     TENSORS.check((q, rows, chosen, attn_sink, topk_length, out), sizes)
     scale = scale_of(_WHERE, "sm_scale", _given(sm_scale), layout.key_width)
-    out, lse = _attend(q, rows, chosen, scale, topk_length, attn_sink, out)
+    with_max_logits = return_log2_lse is not False and wants_max_logits()
+    if with_max_logits:
+        check_scale(_WHERE, f"sm_scale times {SHARPNESS:.0f}, for the greatest score of a row", scale * SHARPNESS)
+    facts: dict[str, object] = {
+        "kv_layout": layout.name,
+        "num_heads": sizes["h_q"],
+        "topk": sizes["topk"],
+        "cache_alignment": alignment,
+        "uneven_blocks": bool(row_stride % layout.row_pitch),
+        "rows": rounded_rows(sizes["s_q"]),
+    }
+    out, lse = _attend(facts, q, rows, chosen, scale, topk_length, attn_sink, out)
     if return_log2_lse is False:
         return out, None, None
     greatest = None
-    if wants_max_logits():
-        greatest = _attend(q, rows, chosen, scale * SHARPNESS, topk_length)[1]
+    if with_max_logits:
+        greatest = _attend(facts, q, rows, chosen, scale * SHARPNESS, topk_length)[1]
         greatest.mul_((LOG2_E if return_log2_lse else 1.0) / SHARPNESS)
     as_flashmla(lse)
     return out, greatest, lse.mul_(LOG2_E) if return_log2_lse else lse
 
 
 def _attend(
+    facts: dict[str, object],
     q: Tensor,
     rows: Tensor,
     indices: Tensor,
@@ -92,18 +106,34 @@ def _attend(
     attn_sink: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The primitives' results for rows [s_kv, width] that follow one another, or lie any distance apart."""
+    """The primitives' results for rows [s_kv, width] that follow one another, or lie any distance apart.
+
+    facts: those of the call that do not depend on the primitive, nor on its optional arguments.
+    """
+    facts = facts | {
+        "lengths": lengths is not None,
+        "attn_sink": attn_sink is not None,
+        "lse": True,
+        "extra_topk": None,
+        "extra_block_size": None,
+        "extra_lengths": False,
+        "nope": False,
+    }
     if rows.shape[0] <= 1 or rows.stride(0) == rows.shape[1]:
-        return sparse_prefill(q, rows, indices, softmax_scale=scale, lengths=lengths, attn_sink=attn_sink, out=out)
+        prefill = unchecked(SPARSE_PREFILL, q, block_size=None, **facts)
+        return prefill(q, rows, indices, softmax_scale=scale, lengths=lengths, attn_sink=attn_sink, out=out, lse_out=None)
     # a row is a page of one token
-    out, lse = sparse_decode(
+    decode = unchecked(SPARSE_DECODE, q, block_size=1, query_len=1, **facts)
+    out, lse = decode(
         q.unsqueeze(1),
         rows.unsqueeze(1),
         indices.unsqueeze(1),
         softmax_scale=scale,
         lengths=None if lengths is None else lengths.unsqueeze(1),
         attn_sink=attn_sink,
+        schedule=None,
         out=None if out is None else out.unsqueeze(1),
+        lse_out=None,
     )
     return out.squeeze(1), lse.squeeze(1)
 

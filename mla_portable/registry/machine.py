@@ -59,6 +59,7 @@ class Machine:
         """Seconds that a detector, a check or one problem of a probe may take."""
         self._facts: dict[str, DeviceFacts] = {}
         self._devices: dict[DeviceFacts, torch.device] = {}
+        """Of several devices with equal facts, the one that was asked about last."""
         self._searched: set[str] = set()
         self._checks: dict[tuple[str, Primitive, DeviceFacts], tuple[Reason, ...]] = {}
         self._probes: dict[tuple[str, Primitive, str | None, DeviceFacts], ProbeReport] = {}
@@ -93,21 +94,23 @@ class Machine:
 
         Raises: InvalidArgument when the device is neither simulated nor here.
         """
-        name = str(device)
-        simulated = self._simulated.get(name) or self._simulated.get(name.partition(":")[0])
+        simulated = self._simulation_of(device)
         if simulated is not None:
             return simulated
         found = resolve_device(device)
         name = str(found)
         known = self._facts.get(name)
-        if known is not None:
-            return known
-        with self._alone():
-            if name not in self._facts:
-                facts = self._detect(found) or interpret(collect(found))
-                self._devices.setdefault(facts, found)
-                self._facts[name] = facts
-            return self._facts[name]
+        if known is None:
+            with self._alone():
+                if name not in self._facts:
+                    self._facts[name] = self._detect(found) or interpret(collect(found))
+                known = self._facts[name]
+        self._devices[known] = found
+        return known
+
+    def _simulation_of(self, device: torch.device | str) -> DeviceFacts | None:
+        name = str(device)
+        return self._simulated.get(name) or self._simulated.get(name.partition(":")[0])
 
     def _detect(self, device: torch.device) -> DeviceFacts | None:
         """What the first vendor that claims the device says; a detector that fails is noted and passed over."""
@@ -132,33 +135,40 @@ class Machine:
         return None
 
     def device_of(self, facts: DeviceFacts) -> torch.device | None:
-        """The device of this machine that has these facts; None for one that is not here."""
-        known = self._devices.get(facts)
-        if known is not None:
-            return known
-        with self._alone():
-            if facts not in self._devices and facts.device_type not in self._searched:
-                self._searched.add(facts.device_type)
-                for name in device_names(facts.device_type):
-                    self.facts(name)
-            return self._devices.get(facts)
+        """The device of this machine that has these facts; None for one that is not here.
 
-    def check(self, implementation: Implementation, facts: DeviceFacts) -> tuple[Reason, ...]:
-        """The implementation's own reasons against a device; asked once.
+        Of several it is the current one of their type, or else the one that was asked about last: what runs there must not
+        open a context on the GPU of another process.
+        """
+        if facts not in self._devices:
+            with self._alone():
+                if facts not in self._devices and facts.device_type not in self._searched:
+                    self._searched.add(facts.device_type)
+                    for name in device_names(facts.device_type):
+                        self.facts(name)
+        equal = [name for name, known in list(self._facts.items()) if known == facts]
+        if len(equal) > 1:
+            current = resolve_device(facts.device_type)
+            if str(current) in equal:
+                return current
+        return self._devices.get(facts)
+
+    def check(self, implementation: Implementation, device: torch.device, facts: DeviceFacts) -> tuple[Reason, ...]:
+        """The implementation's own reasons against a device, one with these facts; asked once for equal facts.
 
         A name's primitives usually share one check: where that did not finish for one of them, the others are not asked.
         """
         key = (implementation.name, implementation.primitive, facts)
         with self._alone():
             if key not in self._checks:
-                device, name = self.device_of(facts) or torch.device("cpu"), implementation.name
+                name = implementation.name
                 hung = self._unfinished.get((name, None, facts))
                 self._checks[key] = hung or run_check(implementation, facts, device, self.limit)
                 self._note_unfinished((name, None, facts), self._checks[key])
             return self._checks[key]
 
     def probe(self, implementation: Implementation, device: torch.device, layout: str | None = None) -> ProbeReport:
-        """Check, bind and compute tiny problems, once per implementation, layout and device.
+        """Check, bind and compute tiny problems, once per implementation, layout and equal facts of devices.
 
         Args:
             layout: one cache layout; None means every one that the implementation declares.
@@ -171,6 +181,8 @@ class Machine:
         found = self.device_of(facts)
         if found is None:
             raise InvalidArgument("probe", "device", got=f"{device}, a simulated {facts}", expected="a device of this machine")
+        if self._simulation_of(device) is None:
+            found = resolve_device(device)
         reports: list[ProbeReport] = []
         for each in probe_layouts(implementation, layout):
             key = (implementation.name, implementation.primitive, each, facts)
@@ -220,7 +232,7 @@ class Machine:
         cases: Iterable[ProbeCase],
     ) -> ProbeReport:
         key = (implementation.name, implementation.primitive, facts)
-        check = self.check(implementation, facts) or self._unfinished.get(key, ())
+        check = self.check(implementation, device, facts) or self._unfinished.get(key, ())
         cases = () if implementation.name == REFERENCE else cases
         report = probe_implementation(implementation, device, layout, check, cases, self.limit)
         if not check:

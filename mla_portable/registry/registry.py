@@ -283,7 +283,8 @@ class Registry:
         machine, device = self._machine, self._machine.device_of(request.device)
 
         def check(implementation: Implementation) -> tuple[Reason, ...]:
-            return machine.check(implementation, request.device)
+            assert device is not None
+            return machine.check(implementation, device, request.device)
 
         def try_out(implementation: Implementation) -> tuple[Reason, ...]:
             assert device is not None
