@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mla_portable import deep_gemm, flash_mla, primitives
 from mla_portable.contracts import InvalidArgument
-from mla_portable.contracts.tensor_table import TensorTable
 from mla_portable.dispatch import serving
 from mla_portable.flash_mla import statistics
+from mla_portable.kit.tensor_table import TensorTable
 
 INT32, UINT8, FLOAT32, E4M3 = torch.int32, torch.uint8, torch.float32, torch.float8_e4m3fn
 
