@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "capability": LOW | {"primitives", "registry"},
     "conformance": MIDDLE,
     "bench": MIDDLE | {"capability", "engine"},
-    "cli": MIDDLE | {"bench", "capability", "conformance", "engine", "sglang", "vllm"},
+    "cli": MIDDLE | {"bench", "capability", "conformance", "engine"},
     "__init__": MIDDLE,
     "__main__": {"cli"},
 }

@@ -18,9 +18,8 @@ from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
     from mla_portable.cli.diagnosis import Choice, Diagnosis, TimesRead
-    from mla_portable.contracts import DeviceFacts
+    from mla_portable.contracts import DeviceFacts, EngineStatus
     from mla_portable.registry import PluginReport
-    from mla_portable.vllm.status import EngineStatus
 
 
 def doctor(
@@ -52,19 +51,17 @@ def doctor(
         where = resolve_device(device)
         from mla_portable.cli.diagnosis import diagnose
         from mla_portable.dispatch import current_registry
-        from mla_portable.sglang.status import sglang_status
-        from mla_portable.vllm.status import vllm_status
 
-        diagnosis = diagnose(current_registry(), where)
+        registry = current_registry()
+        diagnosis = diagnose(registry, where)
         # without a policy that can be followed nothing is chosen, for an engine's layers neither
-        vllm = vllm_status(current_registry(), where) if diagnosis.choices else None
-        sglang = sglang_status(current_registry(), where) if diagnosis.choices else None
+        engines = {each.name: each.status(registry, where) if diagnosis.choices else None for each in registry.engines}
         if as_json:
-            engines = {"vllm": vllm and vllm.as_dict(), "sglang": sglang and sglang.as_dict()}
-            output.document({"command": "doctor", **diagnosis.as_dict(), **engines})
+            statuses = {name.lower(): status and status.as_dict() for name, status in engines.items()}
+            output.document({"command": "doctor", **diagnosis.as_dict(), **statuses})
         else:
             output.show(*_for_a_person(diagnosis, every=every, verbose=verbose))
-            output.show(*_engine("vLLM", vllm), *_engine("SGLang", sglang))
+            output.show(*(line for name, status in engines.items() for line in _engine(name, status)))
         if not diagnosis.ok:
             raise typer.Exit(EXIT_FAILED)
 
