@@ -17,7 +17,7 @@ from mla_portable.cli.options import DeviceOption, JsonOption, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
-    from mla_portable.cli.diagnosis import Choice, Diagnosis, TimesRead
+    from mla_portable.cli.doctor.diagnosis import Choice, Diagnosis, TimesRead
     from mla_portable.contracts import DeviceFacts, EngineStatus
     from mla_portable.registry import PluginReport
 
@@ -49,7 +49,7 @@ def doctor(
         return
     with command(as_json=as_json, doing="probing every implementation") as output:
         where = resolve_device(device)
-        from mla_portable.cli.diagnosis import diagnose
+        from mla_portable.cli.doctor.diagnosis import diagnose
         from mla_portable.dispatch import current_registry
 
         registry = current_registry()
@@ -68,7 +68,7 @@ def doctor(
 
 def _running(where: str, *, as_json: bool) -> None:
     """Examine an engine that runs. Raises: typer.Exit with 1 unless the plugin serves there."""
-    from mla_portable.cli.running import look_at
+    from mla_portable.cli.doctor.running import look_at
 
     with command(as_json=as_json, doing=f"asking {where}") as output:
         found = look_at(where)
