@@ -12,7 +12,7 @@ from machines import Costs
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from vendors import Vendor
 
-from mla_portable.cli import diagnosis
+from mla_portable.cli.doctor import diagnosis
 from mla_portable.contracts import Implementation, Primitive, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry

@@ -22,7 +22,7 @@ import pytest
 import typer
 from commands import document, in_a_process, invoke
 
-from mla_portable.cli.running import look_at
+from mla_portable.cli.doctor.running import look_at
 from mla_portable.engine.serving import NOT_SERVING, Serving, in_log, in_metrics
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")

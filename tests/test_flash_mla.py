@@ -48,7 +48,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def with_max_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, "on")
+    monkeypatch.setenv(statistics.MAX_LOGITS.name, "on")
     statistics.wants_max_logits.cache_clear()
     yield
     statistics.wants_max_logits.cache_clear()
@@ -353,7 +353,7 @@ def test_parts_merge_as_they_are_returned(backend: str):
 
 @pytest.mark.parametrize("value", ["on", "ON", "On", " on "])
 def test_max_logits_are_asked_for_in_upper_or_lower_case(value: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, value)
+    monkeypatch.setenv(statistics.MAX_LOGITS.name, value)
     statistics.wants_max_logits.cache_clear()
     assert flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1] is not None
 
@@ -361,12 +361,12 @@ def test_max_logits_are_asked_for_in_upper_or_lower_case(value: str, monkeypatch
 @pytest.mark.parametrize("value", ["off", "OFF", ""])
 def test_max_logits_are_left_out_unless_asked_for(value: str, monkeypatch: pytest.MonkeyPatch):
     whole = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())
-    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, value)
+    monkeypatch.setenv(statistics.MAX_LOGITS.name, value)
     assert flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1] is not None  # read once a process
     statistics.wants_max_logits.cache_clear()
     out, greatest, lse = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())
     assert greatest is None and torch.equal(out, whole[0]) and torch.equal(lse, whole[2])
-    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, "maybe")
+    monkeypatch.setenv(statistics.MAX_LOGITS.name, "maybe")
     statistics.wants_max_logits.cache_clear()
     with pytest.raises(InvalidArgument, match="MAX_LOGITS"):
         flash_mla.flash_mla_sparse_fwd(**prefill_arguments())

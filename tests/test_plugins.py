@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from types import ModuleType
 import pluggy
 import pytest
 import torch
+from commands import document, invoke
 from fake_plugins import ANYWHERE, implementation, make_plugin
 from machines import CPU, H200
 
 from mla_portable import __version__
-from mla_portable.contracts import DeviceFacts, InvalidArgument, Registrar, Request, Variable, hookimpl
+from mla_portable.contracts import DeviceFacts, Engine, EngineStatus, InvalidArgument, Registrar, Request, Variable, hookimpl
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
 from mla_portable.registry.plugin_sources import PluginSource, given_plugins, installed_plugins
@@ -262,6 +264,48 @@ def test_a_variable_belongs_to_its_plugin():
     assert "starts with MLA_PORTABLE_ACME_" in registers(Variable("MLA_PORTABLE_ACMEX", "on"))
     assert "declared already" in registers(own, own)
     assert "expected a Variable, got str" in registers("MLA_PORTABLE_ACME_PATH")
+
+
+def test_an_adapter_s_variables_and_engine_are_declared_by_the_hook_of_plugins():
+    """This package's own are there in every registry; a plugin may bring another engine's, and none that is there."""
+
+    def registers(engine: object, *variables: Variable, name: str = "acme") -> Registry:
+        def hook(registrar: Registrar) -> None:
+            registrar.add_engine(engine)
+            for variable in variables:
+                registrar.add_variable(variable)
+
+        return Registry(plugins=[("reference", "mla_portable.reference"), (name, with_hook(hook))], environ={})
+
+    own = [each.name for each in Registry(plugins=[]).engines]
+    assert own == ["vLLM", "SGLang"]
+    status = EngineStatus("1.0", True, "on", "serves")
+    served = Engine("AcmeServe", lambda registry, device: status)
+    registry = registers(served)
+    assert registry.engines[2:] == (served,) and [report.error for report in registry.plugin_reports] == ["", ""]
+    answer = document("doctor", "--device", "cpu", registry=registry)
+    assert answer["acmeserve"]["note"] == "serves" and {"vllm", "sglang"} < answer.keys()
+    assert "AcmeServe 1.0: plugin registered (serves)" in invoke("doctor", "--device", "cpu", registry=registry).stdout
+
+    def error(*given: object, **named: str) -> str:
+        return registers(*given, **named).plugin_reports[1].error
+
+    assert "engine 'vllm': declared already" in error(Engine("VLLM", served.status))
+    assert "expected an Engine, got str" in error("AcmeServe")
+    mode = Variable("MLA_PORTABLE_VLLM", "on")
+    assert "variable 'MLA_PORTABLE_VLLM': declared already" in error(served, mode, name="vllm")
+    with pytest.raises(InvalidArgument, match="MLA_PORTABLE_FLASH_MLA_MAX_LOGITS: got 'maybe', expected one of on, off"):
+        assert Registry(plugins=[], environ={"MLA_PORTABLE_FLASH_MLA_MAX_LOGITS": "maybe"}).policy
+
+
+def test_what_adapters_declare_needs_no_engine():
+    code = (
+        "import sys\nsys.modules.update(vllm=None, sglang=None)\n"
+        "from mla_portable.registry import Registry\n"
+        "known = {'MLA_PORTABLE_VLLM': 'off', 'MLA_PORTABLE_SGLANG': 'off'}\n"
+        "assert dict(Registry(environ=known).environment) == known"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_two_plugins_of_one_name():

@@ -15,8 +15,7 @@ from commands import invoke
 from machines import A100, CPU, H200
 from recorder import Recorder, registry_of
 
-from mla_portable.contracts import DeviceFacts
-from mla_portable.engine.status import EngineStatus
+from mla_portable.contracts import DeviceFacts, EngineStatus
 from mla_portable.sglang.status import sglang_status
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")

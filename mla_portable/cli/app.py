@@ -10,7 +10,7 @@ import typer
 from mla_portable._version import __version__
 from mla_portable.cli.bench import bench
 from mla_portable.cli.conform import conform
-from mla_portable.cli.doctor import doctor
+from mla_portable.cli.doctor.command import doctor
 from mla_portable.cli.explain import explain
 from mla_portable.cli.failures import Commands
 from mla_portable.cli.kernels import tune

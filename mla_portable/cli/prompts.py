@@ -95,7 +95,7 @@ def prompts(
         if where.type == "cpu":
             steps, size = (((40, 40),) * 2, ((70, 70),), ((20, 90),)), _SMALL
         else:
-            steps, size = STEPS, {"topk": asked.topk}
+            steps, size = STEPS, dict[str, Any](topk=asked.topk)
         facts = current_registry().facts(where)
         if out is not None:
             check_can_add("bench prompts", out, facts.name)

@@ -9,6 +9,7 @@ from typing import Final
 
 from mla_portable.contracts.decision import Decision, UnsupportedRequest, Verdict
 from mla_portable.contracts.device import DeviceFacts
+from mla_portable.contracts.engine import Engine, EngineStatus
 from mla_portable.contracts.plan import ROUTES, WORKSPACE_ROUTES, WORKSPACE_SEQUENCES, Batch, PrefillChunk, StepPlan
 from mla_portable.contracts.plugin import (
     ENTRY_POINT_GROUP,
@@ -62,6 +63,8 @@ __all__ = [
     "DecodeSchedule",
     "Detector",
     "DeviceFacts",
+    "Engine",
+    "EngineStatus",
     "Features",
     "Implementation",
     "InvalidArgument",

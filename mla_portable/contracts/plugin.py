@@ -17,6 +17,7 @@ import pluggy
 import torch
 
 from mla_portable.contracts.device import DeviceFacts
+from mla_portable.contracts.engine import Engine
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.schedule import ScheduleKind
@@ -174,6 +175,10 @@ class Registrar(Protocol):
 
     def add_variable(self, variable: Variable) -> None:
         """Declare an environment variable that the plugin reads, so that its name is known and its value checked."""
+        ...
+
+    def add_engine(self, engine: Engine) -> None:
+        """Declare an adapter for an inference engine, of which `mla-portable doctor` shows the status."""
         ...
 
 

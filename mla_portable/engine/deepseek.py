@@ -6,25 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from mla_portable.attention import AttentionSpec, RouteDecision
 from mla_portable.contracts import DeviceFacts, Request
+from mla_portable.contracts.engine import Choice
 from mla_portable.engine.routing import served_by
 from mla_portable.models import DEEPSEEK_V4, DEEPSEEK_V32, Model
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
 
 DEEP_GEMM_ARCHS: Final = ("sm90", "sm10", "sm12")
 """What engines say of DeepGEMM: it serves Hopper, and both families of Blackwell."""
-
-
-class Choice(NamedTuple):
-    """The route and what serves each of its primitives; None and the reasons where nothing serves."""
-
-    kv_layout: str
-    num_heads: int
-    route: str | None
-    served_by: str
 
 
 def layer_spec(

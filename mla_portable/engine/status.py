@@ -1,38 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EngineStatus: what `doctor` says of the plugin in an engine, and what it looks at first in every engine."""
+"""What `doctor` looks at first in every engine: its version, and the mode of the plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any
 
-from mla_portable.contracts import InvalidArgument
-from mla_portable.engine.deepseek import Choice
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """The plugin in an engine, as `doctor` sees it without importing the engine.
-
-    Attributes:
-        version: of the engine, None where it is not installed. registered: the engine will load the plugin, and can use it.
-        mode: as it takes effect. note: what stands in the way, or what the mode means here.
-        choices: for each cache layout and heads of a rank. indexer: whose indexer, or whose scores, and what serves them.
-        models: (model, whose attention serves it) of those that are chosen for in another way.
-    """
-
-    version: str | None
-    registered: bool
-    mode: str
-    note: str
-    choices: tuple[Choice, ...] = ()
-    indexer: str = ""
-    models: tuple[tuple[str, str], ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "choices": [choice._asdict() for choice in self.choices]}
+from mla_portable.contracts import EngineStatus, InvalidArgument
 
 
 def version_and_mode(

@@ -15,7 +15,7 @@ from typing import Final
 
 from mla_portable.errors import InvalidArgument
 from mla_portable.flash_mla.installing import ON_PATH, install
-from mla_portable.flash_mla.statistics import ENV_MAX_LOGITS
+from mla_portable.flash_mla.statistics import MAX_LOGITS
 
 _USAGE: Final = """\
 usage: python -m mla_portable.flash_mla [--force] SCRIPT [ARGS ...]
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         return _refused(f"expected {what}\n\n{_USAGE}")
     if not as_module and not Path(rest[0]).exists():
         return _refused(f"there is no {rest[0]}")
-    os.environ.setdefault(ENV_MAX_LOGITS, "on")
+    os.environ.setdefault(MAX_LOGITS.name, "on")
     try:
         install(force)
     except InvalidArgument as error:

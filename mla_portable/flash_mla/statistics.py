@@ -10,15 +10,15 @@ scores keep their digits. This costs a second attention, whose output is dropped
 from __future__ import annotations
 
 import math
-import os
 from functools import cache
 from typing import Final
 
 from torch import Tensor
 
-from mla_portable.registry.settings import check_variables, value_of
+from mla_portable.contracts import Variable
+from mla_portable.registry.settings import read
 
-ENV_MAX_LOGITS: Final = "MLA_PORTABLE_FLASH_MLA_MAX_LOGITS"
+MAX_LOGITS: Final = Variable.choice("MLA_PORTABLE_FLASH_MLA_MAX_LOGITS", "on", "off")
 LOG2_E: Final = math.log2(math.e)
 SHARPNESS: Final = 2.0**20
 """With 2,048 equal keys the greatest score comes out 7.3e-6 too large; with one, as float32 rounds it."""
@@ -26,10 +26,8 @@ SHARPNESS: Final = 2.0**20
 
 @cache
 def wants_max_logits() -> bool:
-    """Whether `ENV_MAX_LOGITS` asks for the greatest score; read once a process. Raises: InvalidArgument for another value."""
-    value = value_of(os.environ, ENV_MAX_LOGITS).lower()
-    check_variables({ENV_MAX_LOGITS: value})
-    return value.lower() == "on"
+    """Whether `MAX_LOGITS` asks for the greatest score; read once a process. Raises: InvalidArgument for another value."""
+    return read(MAX_LOGITS).lower() == "on"
 
 
 def as_flashmla(lse: Tensor) -> Tensor:

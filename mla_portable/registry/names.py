@@ -12,6 +12,8 @@ from mla_portable.contracts import InvalidArgument
 CORE_DISTRIBUTION: Final = "mla-portable"
 CORE_MODULE: Final = "mla_portable.reference"
 """The core's own plugin: every other implementation is compared with it, so it cannot be left out."""
+ADAPTERS: Final = ("flash_mla", "vllm", "sglang")
+"""Packages of mla_portable whose module `registration` declares, by the hook of plugins, what they read and say."""
 REFERENCE: Final = "reference.torch"
 """The implementation that probes compare with; it is checked, not probed."""
 AUTO: Final = "auto"

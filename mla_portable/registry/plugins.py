@@ -9,13 +9,14 @@ from __future__ import annotations
 import traceback as traceback_module
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Generic, TypeVar
 
-from mla_portable.contracts import Baseline, Detector, Implementation, PluginError, Tunable, Variable
+from mla_portable.contracts import Baseline, Detector, Engine, Implementation, PluginError, Tunable, Variable
 from mla_portable.errors import printable
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS, limited
-from mla_portable.registry.names import CORE_MODULE
+from mla_portable.registry.names import ADAPTERS, CORE_MODULE
 from mla_portable.registry.plugin_sources import PluginCaller, PluginSource
 from mla_portable.registry.registrar import StagingRegistrar, Taken, take
 from mla_portable.times.files import TimesFile
@@ -62,14 +63,15 @@ class PluginReport:
 class Loaded:
     """All that plugins brought: implementations and detectors of those that loaded, a report on each.
 
-    `detectors`, `baselines` and `tunables` pair each function with the name of its plugin. `variables` are those that plugins
-    declared. `times` are the files of times of all of them.
+    `detectors`, `baselines` and `tunables` pair each function with the name of its plugin. `variables` and `engines`
+    are those that this package's adapters and plugins declared. `times` are the files of times of all of them.
     """
 
     implementations: tuple[Implementation, ...]
     detectors: tuple[tuple[str, Detector], ...]
     reports: tuple[PluginReport, ...]
     variables: tuple[Variable, ...]
+    engines: tuple[Engine, ...]
     times: tuple[TimesFile, ...]
     baselines: Loaders[Baseline]
     tunables: Loaders[Tunable]
@@ -94,7 +96,8 @@ def load_plugins(
     """
     sources, disabled = tuple(sources), disabled or {}
     caller = PluginCaller(seconds)
-    taken: Taken = {}
+    own = _own_adapters()
+    taken: Taken = {name: adapter for staged in own for name, adapter in staged.taken.items()}
     reports: list[PluginReport] = []
     loaded: list[tuple[str, StagingRegistrar]] = []
     times: list[TimesFile] = []
@@ -116,15 +119,27 @@ def load_plugins(
         times += staged.times_files()
         offered = tuple(f"{i.name} / {i.primitive}" for i in staged.offers)
         reports.append(replace(report, implementations=offered, notes=tuple(staged.notes)))
+    declared = (*own, *(staged for _, staged in loaded))
     return Loaded(
         implementations=tuple(offer for _, staged in loaded for offer in staged.offers),
         detectors=tuple((name, detector) for name, staged in loaded for detector in staged.detectors),
         reports=tuple(reports),
-        variables=tuple(variable for _, staged in loaded for variable in staged.variables),
+        variables=tuple(variable for staged in declared for variable in staged.variables),
+        engines=tuple(engine for staged in declared for engine in staged.engines),
         times=tuple(times),
         baselines=tuple((name, load) for name, staged in loaded for load in staged.baselines),
         tunables=tuple((name, load) for name, staged in loaded for load in staged.tunables),
     )
+
+
+def _own_adapters() -> list[StagingRegistrar]:
+    """What the adapters of this package declare, in order. They are imported here; none of them imports its engine."""
+    found: list[StagingRegistrar] = []
+    for name in ADAPTERS:
+        registrar = StagingRegistrar(name, {})
+        import_module(f"mla_portable.{name}.registration").mla_portable_register(registrar)
+        found.append(registrar)
+    return found
 
 
 def load_offers(loaders: Loaders[T], kind: type[T], reports: Iterable[PluginReport], *, seconds: float) -> Brought[T]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from mla_portable.contracts import (
     Baseline,
     Detector,
+    Engine,
     Implementation,
     PluginError,
     Tunable,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Offer = Implementation | Baseline | Tunable
 Taken = dict[tuple[str, str], str]
-"""(name, primitive) of an offer -> the plugin that made it."""
+"""(name, primitive) of an offer, or ("variable" or "engine" in the primitive's place) of a declaration -> who made it."""
 _MOST_NOTES: Final = 10
 """On one file of times."""
 
@@ -32,12 +33,13 @@ class StagingRegistrar:
     """The registrar of one plugin; what it holds counts only once the hook has returned."""
 
     def __init__(self, plugin: str, taken: Mapping[tuple[str, str], str]) -> None:
-        """`taken` are the offers that other plugins made before."""
+        """`taken` are the offers and declarations that were made before."""
         self.offers: list[Implementation] = []
         self.baselines: list[Callable[[], Iterable[Baseline]]] = []
         self.tunables: list[Callable[[], Iterable[Tunable]]] = []
         self.detectors: list[Detector] = []
         self.variables: list[Variable] = []
+        self.engines: list[Engine] = []
         self.costs: list[tuple[str, str]] = []
         self.notes: list[str] = []
         self.taken: Taken = dict(taken)
@@ -47,7 +49,7 @@ class StagingRegistrar:
     @property
     def is_empty(self) -> bool:
         """Whether the plugin brought nothing that is of use by itself."""
-        return not (self.offers or self.detectors or self.baselines or self.tunables)
+        return not (self.offers or self.detectors or self.baselines or self.tunables or self.engines)
 
     def add(self, implementation: Implementation) -> None:
         """Offer an implementation. Raises: PluginError when it is malformed or its name is taken."""
@@ -115,9 +117,23 @@ class StagingRegistrar:
         prefix = prefix_of(self._plugin)
         if variable.name != prefix and not variable.name.startswith(f"{prefix}_"):
             raise PluginError(f"variable {variable.name!r}: expected {prefix}, or a name that starts with {prefix}_")
-        if variable.name in {each.name for each in (*core_variables(), *self.variables)}:
+        if variable.name in {each.name for each in core_variables()}:
             raise PluginError(f"variable {variable.name!r}: declared already")
+        self._declare("variable", variable.name)
         self.variables.append(variable)
+
+    def add_engine(self, engine: Engine) -> None:
+        """Declare an adapter for an engine. Raises: PluginError when it is no Engine, or another plugin has the adapter."""
+        self._require_open()
+        if not isinstance(engine, Engine):
+            raise PluginError(f"expected an Engine, got {type(engine).__name__}")
+        self._declare("engine", engine.name.lower())
+        self.engines.append(engine)
+
+    def _declare(self, what: str, name: str) -> None:
+        if (name, what) in self.taken:
+            raise PluginError(f"{what} {name!r}: declared already")
+        self.taken[name, what] = self._plugin
 
     def close(self) -> None:
         """End registration: what is added later would reach nobody."""

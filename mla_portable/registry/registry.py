@@ -107,6 +107,8 @@ class Registry:
         order = {primitive: rank for rank, primitive in enumerate(Primitive.all())}
         self._implementations = tuple(sorted(loaded.implementations, key=lambda i: (order[i.primitive], i.preference, i.name)))
         self._reports, self._variables = loaded.reports, loaded.variables
+        self.engines = loaded.engines
+        """Engines that this package or a plugin has an adapter for."""
         self._baselines, self._tunables = loaded.baselines, loaded.tunables
         self._unloaded = frozenset(r.name for r in self._reports if not r.loaded)
         self._known = KnownNames((i.name for i in self._implementations), self._unloaded)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user set, in environment variables and in the folder that one names: the one place that reads and checks them.
 
-The core's own variables are listed here; a plugin declares its own. Every other name of the project is an error. What files
-mean is for their owner, `own_times`.
+The core's own variables are listed here; plugins and adapters for engines declare theirs. Every other name of the project is an
+error. What files mean is for their owner, `own_times`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Mapping
@@ -14,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from mla_portable.contracts import ROUTES, InvalidArgument, Primitive, Variable
-from mla_portable.layouts import SCALE_FORMATS
+from mla_portable.contracts import InvalidArgument, Primitive, Variable
 from mla_portable.registry.faults import contained, first_line
 from mla_portable.registry.limits import PLUGIN_TIMEOUT
 from mla_portable.registry.names import closest
@@ -35,15 +35,7 @@ _FIXED: Final = (
     Variable(ENV_DISABLE, "names of backends or of their variants, separated by commas"),
     Variable(ENV_TIMES, "the path of a folder"),
     Variable(ENV_TUNED, "nothing: it is no longer read"),
-    Variable.choice("MLA_PORTABLE_FLASH_MLA_MAX_LOGITS", "on", "off"),
     Variable(PLUGIN_TIMEOUT, "seconds, 0 or more (0: no limit)"),
-    Variable.choice("MLA_PORTABLE_SGLANG", "auto", "on", "off"),
-    Variable.choice("MLA_PORTABLE_SGLANG_INDEXER", "auto", "on", "off"),
-    Variable.choice("MLA_PORTABLE_VLLM", "auto", "custom", "override", "off"),
-    Variable.choice("MLA_PORTABLE_VLLM_CACHE_SCALES", "auto", *SCALE_FORMATS, "mixed"),
-    Variable.choice("MLA_PORTABLE_VLLM_CACHE_WRITER", "auto", "vllm", "mla_portable"),
-    Variable.choice("MLA_PORTABLE_VLLM_INDEXER", "auto", "on", "off"),
-    Variable.choice("MLA_PORTABLE_VLLM_ROUTE", "auto", *ROUTES),
 )
 """Names, paths and seconds are checked where they are read."""
 REMOVED: Final = {
@@ -89,7 +81,7 @@ def backend_variables() -> dict[str, Primitive[Any]]:
 
 
 def core_variables() -> tuple[Variable, ...]:
-    """Every variable that no plugin declares; those of primitives follow from the primitives that are known so far."""
+    """Every variable that is not declared by a hook; those of primitives follow from the primitives that are known so far."""
     return (*_FIXED, *(Variable(name, _BACKEND_NAME) for name in backend_variables()))
 
 
@@ -106,7 +98,7 @@ def check_variables(environ: Mapping[str, str], variables: Iterable[Variable] = 
     """Every variable of this project that is set is known and has an allowed value; an empty one is not set.
 
     Args:
-        variables: those that plugins declared. unloaded: plugins whose variables are not known, as they did not load.
+        variables: that were declared by hooks. unloaded: plugins whose variables are not known, as they did not load.
     Raises: InvalidArgument for the first, in alphabetical order, that is not.
     """
     known = {variable.name: variable for variable in (*core_variables(), *variables)}
@@ -115,9 +107,7 @@ def check_variables(environ: Mapping[str, str], variables: Iterable[Variable] = 
         if not name.startswith(PREFIX) or not value or _KUBERNETES.fullmatch(name):
             continue
         if name in known:
-            if not _accepts(known[name], value):
-                remedy = f"Unset {name}, or set it to an allowed value."
-                raise InvalidArgument("environment", name, got=repr(value), expected=known[name].expected, remedy=remedy)
+            check_value(known[name], value)
         elif not any(name == prefix_of(plugin) or name.startswith(f"{prefix_of(plugin)}_") for plugin in unloaded):
             names = {each.removeprefix(PREFIX): each for each in known}
             listed = {f"{ENV_BACKEND}_<PRIMITIVE>" if each in backend_variables() else each for each in known}
@@ -128,6 +118,25 @@ def check_variables(environ: Mapping[str, str], variables: Iterable[Variable] = 
                 expected=f"one of {', '.join(sorted(listed))}",
                 remedy=REMOVED.get(name) or closest(name.removeprefix(PREFIX), names, prefix=PREFIX) or f"Unset {name}.",
             )
+
+
+def check_value(variable: Variable, value: str) -> None:
+    """Raise InvalidArgument unless a variable may be set to this value, stripped; "" stands for one that is not set."""
+    if value and not _accepts(variable, value):
+        remedy = f"Unset {variable.name}, or set it to an allowed value."
+        raise InvalidArgument("environment", variable.name, got=repr(value), expected=variable.expected, remedy=remedy)
+
+
+def read(variable: Variable, environ: Mapping[str, str] | None = None) -> str:
+    """The value without the spaces around it, "" where it is not set, for whoever reads it before there is a registry.
+
+    Args:
+        environ: os.environ where None.
+    Raises: InvalidArgument for a value that is not allowed.
+    """
+    value = value_of(os.environ if environ is None else environ, variable.name)
+    check_value(variable, value)
+    return value
 
 
 def _accepts(variable: Variable, value: str) -> bool:

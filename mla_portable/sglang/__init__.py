@@ -14,7 +14,8 @@ index_codes  e4m3 codes of the indexer, likewise
 topk         SGLang 0.5.16's top-k, likewise
 settings     environment variables
 status       what `mla-portable doctor` says about it
+registration  what it declares to the registry
 
 SGLang writes the cache, selects the keys, and plans its step. Nothing here imports SGLang before SGLang itself asks for the
-plugin; `places`, `settings` and `status` never do.
+plugin; `places`, `registration`, `settings` and `status` never do.
 """

@@ -7,7 +7,7 @@ builder   one StepPlan per step                      metadata  what travels from
 impl      one layer's attention                      scratch   buffers, from vLLM's workspace manager where it has one
 writer    who writes the cache, with which scales    prompts   prompts over keys of each head, where that is faster
 settings  environment variables                      compat    all that differs between versions of vLLM
-status    what `mla-portable doctor` says about it
+status    what `mla-portable doctor` says about it       registration  what it declares to the registry
 
 projecting        layers that leave the products with W_UK and W_UV to their implementation
 context_parallel  this rank's share of each sequence, and the collective of its indexer
@@ -20,5 +20,5 @@ imports         a function that changes a module right after it is imported
 
 v4              DeepSeek-V4's layers, which ask no backend
 
-Nothing here imports vLLM before vLLM itself asks for the plugin; `settings` and `status` never do.
+Nothing here imports vLLM before vLLM itself asks for the plugin; `registration`, `settings` and `status` never do.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users set: environment variables, read when they are needed, and `mla_portable` in vLLM's `additional_config`.
 
-What a variable may be set to is declared with the core's. One that is set goes before the configuration's entry.
+`registration` declares them. One that is set goes before the configuration's entry.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import logging
 from collections.abc import Mapping
 from typing import Final
 
-from mla_portable.contracts import InvalidArgument
-from mla_portable.engine.variables import read
-from mla_portable.registry.settings import check_variables
+from mla_portable.contracts import ROUTES, InvalidArgument, Variable
+from mla_portable.layouts import SCALE_FORMATS
+from mla_portable.registry.settings import check_value, read
 
 logger = logging.getLogger("vllm.mla_portable")
 """Below vLLM's own logger, so that what the plugin says is seen where vLLM's lines are."""
@@ -22,6 +22,17 @@ ENV_INDEXER: Final = "MLA_PORTABLE_VLLM_INDEXER"
 ENV_ROUTE: Final = "MLA_PORTABLE_VLLM_ROUTE"
 ENV_SCALES: Final = "MLA_PORTABLE_VLLM_CACHE_SCALES"
 ENV_WRITER: Final = "MLA_PORTABLE_VLLM_CACHE_WRITER"
+VARIABLES: Final = {
+    each.name: each
+    for each in (
+        Variable.choice(ENV_MODE, "auto", "custom", "override", "off"),
+        Variable.choice(ENV_INDEXER, "auto", "on", "off"),
+        Variable.choice(ENV_WRITER, "auto", "vllm", "mla_portable"),
+        Variable.choice(ENV_SCALES, "auto", *SCALE_FORMATS, "mixed"),
+        Variable.choice(ENV_ROUTE, "auto", *ROUTES),
+    )
+}
+"""By name."""
 
 IN_CONFIG: Final = {
     "route": ENV_ROUTE,
@@ -37,7 +48,7 @@ _from_config: dict[str, str] = {}
 
 def _read(name: str, environ: Mapping[str, str] | None = None) -> str:
     """The value, "" where it is not set. Raises: InvalidArgument for one that is not allowed."""
-    return read(name, environ) or _from_config.get(name, "")
+    return read(VARIABLES[name], environ) or _from_config.get(name, "")
 
 
 def adopt(additional_config: object) -> None:
@@ -54,14 +65,15 @@ def adopt(additional_config: object) -> None:
         got = ", ".join(sorted(map(repr, unknown)))
         raise InvalidArgument(where, "additional_config['mla_portable']", got=got, expected=f"keys among {keys}", remedy=remedy)
     values = {IN_CONFIG[key]: str(value) for key, value in given.items()}
-    check_variables(values)
+    for name, value in values.items():
+        check_value(VARIABLES[name], value.strip())
     _from_config.clear()
     _from_config.update(values)
 
 
 def check(environ: Mapping[str, str] | None = None) -> None:
     """Raise InvalidArgument unless every variable of the plugin has an allowed value."""
-    for name in (ENV_MODE, ENV_INDEXER, ENV_WRITER, ENV_SCALES, ENV_ROUTE):
+    for name in VARIABLES:
         _read(name, environ)
 
 

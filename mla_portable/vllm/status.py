@@ -15,7 +15,7 @@ import torch
 
 from mla_portable.attention import RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.contracts import DeviceFacts
+from mla_portable.contracts import DeviceFacts, EngineStatus
 from mla_portable.engine.deepseek import (
     choices,
     deep_gemm_serves,
@@ -26,7 +26,7 @@ from mla_portable.engine.deepseek import (
 )
 from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import decide_route, served_by, serving
-from mla_portable.engine.status import EngineStatus, version_and_mode
+from mla_portable.engine.status import version_and_mode
 from mla_portable.models import DEEPSEEK_V4
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry

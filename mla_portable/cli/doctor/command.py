@@ -17,10 +17,9 @@ from mla_portable.cli.options import DeviceOption, JsonOption, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
-    from mla_portable.cli.diagnosis import Choice, Diagnosis, TimesRead
-    from mla_portable.contracts import DeviceFacts
+    from mla_portable.cli.doctor.diagnosis import Choice, Diagnosis, TimesRead
+    from mla_portable.contracts import DeviceFacts, EngineStatus
     from mla_portable.registry import PluginReport
-    from mla_portable.vllm.status import EngineStatus
 
 
 def doctor(
@@ -50,28 +49,26 @@ def doctor(
         return
     with command(as_json=as_json, doing="probing every implementation") as output:
         where = resolve_device(device)
-        from mla_portable.cli.diagnosis import diagnose
+        from mla_portable.cli.doctor.diagnosis import diagnose
         from mla_portable.dispatch import current_registry
-        from mla_portable.sglang.status import sglang_status
-        from mla_portable.vllm.status import vllm_status
 
-        diagnosis = diagnose(current_registry(), where)
+        registry = current_registry()
+        diagnosis = diagnose(registry, where)
         # without a policy that can be followed nothing is chosen, for an engine's layers neither
-        vllm = vllm_status(current_registry(), where) if diagnosis.choices else None
-        sglang = sglang_status(current_registry(), where) if diagnosis.choices else None
+        engines = {each.name: each.status(registry, where) if diagnosis.choices else None for each in registry.engines}
         if as_json:
-            engines = {"vllm": vllm and vllm.as_dict(), "sglang": sglang and sglang.as_dict()}
-            output.document({"command": "doctor", **diagnosis.as_dict(), **engines})
+            statuses = {name.lower(): status and status.as_dict() for name, status in engines.items()}
+            output.document({"command": "doctor", **diagnosis.as_dict(), **statuses})
         else:
             output.show(*_for_a_person(diagnosis, every=every, verbose=verbose))
-            output.show(*_engine("vLLM", vllm), *_engine("SGLang", sglang))
+            output.show(*(line for name, status in engines.items() for line in _engine(name, status)))
         if not diagnosis.ok:
             raise typer.Exit(EXIT_FAILED)
 
 
 def _running(where: str, *, as_json: bool) -> None:
     """Examine an engine that runs. Raises: typer.Exit with 1 unless the plugin serves there."""
-    from mla_portable.cli.running import look_at
+    from mla_portable.cli.doctor.running import look_at
 
     with command(as_json=as_json, doing=f"asking {where}") as output:
         found = look_at(where)

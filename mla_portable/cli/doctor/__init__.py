@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable doctor`.
+
+command    the options, and what is printed
+diagnosis  what is installed here, what works of it, what is wrong
+running    an engine that runs, by its server's answers or by its log
+"""
