@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from dataclasses import fields
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from recorder import Recorder, registry_of
 import mla_portable
 from mla_portable import dispatch, primitives
 from mla_portable.accelerator import Accelerator
-from mla_portable.contracts import InvalidArgument, PlanMismatch, Primitive
+from mla_portable.contracts import Features, InvalidArgument, PlanMismatch, Primitive
 from mla_portable.dispatch import serving
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
@@ -107,6 +108,47 @@ def test_request_says_what_the_call_needs(tape):
         "kv_layout=index_fp8 num_heads=64 topk=32 block_size=16 on CPU",
         "kv_layout=index_fp8 num_heads=64 on CPU",
         "kv_layout=index_fp8 block_size=16 scale_format=pow2 on CPU",
+    ]
+
+
+def call_with_one_optional_argument_each():
+    decode, lengths = decode_arguments(), torch.zeros(B, S, dtype=torch.int32)
+    extra = {"extra_kv_cache": torch.zeros(3, 8, 656, dtype=torch.uint8), "extra_indices": torch.zeros(B, S, 6).int()}
+    without_rope = decode["q"][..., :512].contiguous()
+    mla_portable.sparse_decode(**decode, **extra)
+    mla_portable.sparse_decode(**decode, **extra, extra_lengths=lengths)
+    mla_portable.sparse_decode(**{**decode, "q": without_rope})
+    q, indices = decode["q"][:, 0].contiguous(), decode["indices"][:, 0].contiguous()
+    extra["extra_indices"] = extra["extra_indices"][:, 0].contiguous()
+    mla_portable.sparse_prefill(q, decode["kv_cache"], indices, softmax_scale=1.0, **extra)
+    extra["extra_lengths"] = lengths[:, 0].contiguous()
+    mla_portable.sparse_prefill(q, decode["kv_cache"], indices, softmax_scale=1.0, **extra)
+    mla_portable.sparse_prefill(without_rope[:, 0].contiguous(), decode["kv_cache"], indices, softmax_scale=1.0)
+    convert = indices, torch.zeros(B, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+    for given in ({"dcp_size": 2}, {"seq_lens": torch.zeros(2, dtype=torch.int32)}, {"compact": True}):
+        mla_portable.convert_indices(*convert, block_size=BLOCK, **given)
+    dims = {"softmax_scale": 1.0, "max_query_len": 1, "max_key_len": 1}
+    starts = torch.zeros(2, dtype=torch.int32)
+    keys = torch.zeros(1, H, 192).bfloat16(), torch.zeros(1, H, 192).bfloat16(), torch.zeros(1, H, 128).bfloat16()
+    mla_portable.masked_prefill(*keys, starts, starts, **dims)
+
+
+def test_request_says_each_optional_argument_by_its_own_name():
+    tape = Recorder(support=dict.fromkeys(("extra_cache", *(each.name for each in fields(Features))), True))
+    with serving(registry_of(tape)):
+        call_with_one_optional_argument_each()
+    sizes, second = "num_heads=4 topk=24 block_size=16", "extra_topk=6 extra_block_size=8"
+    assert [str(request) for request in tape.bound] == [
+        f"kv_layout=fp8_ds_mla {sizes} {second} query_len=2 lse=yes on CPU",
+        f"kv_layout=fp8_ds_mla {sizes} {second} query_len=2 extra_lengths=yes lse=yes on CPU",
+        f"kv_layout=fp8_ds_mla {sizes} query_len=2 lse=yes nope=yes on CPU",
+        f"kv_layout=fp8_ds_mla {sizes} {second} lse=yes on CPU",
+        f"kv_layout=fp8_ds_mla {sizes} {second} extra_lengths=yes lse=yes on CPU",
+        f"kv_layout=fp8_ds_mla {sizes} lse=yes nope=yes on CPU",
+        "topk=24 block_size=16 context_parallel=yes on CPU",
+        "topk=24 block_size=16 seq_lens=yes on CPU",
+        "topk=24 block_size=16 compact=yes on CPU",
+        "num_heads=4 qk_head_dim=192 v_head_dim=128 lse=yes on CPU",
     ]
 
 

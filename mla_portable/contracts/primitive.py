@@ -35,7 +35,7 @@ class Primitive(str, Generic[F]):
 
     Attributes:
         module: where the value is, for pickling.
-        facts: the Request fields that a call's arguments decide, in the order in which its argument check returns them.
+        facts: the Request fields that a call's arguments decide, as the named tuple has them that its argument check returns.
         stated: further Request fields that affect a choice, which only the caller knows.
         typical: values of those fields that an explanation starts from, where they differ from other primitives'.
         results: what a call returns, by name; empty for a call that writes to an argument.

@@ -54,7 +54,10 @@ def is_nope(q: Tensor, layout: CacheLayout) -> bool:
 
     Rows without scales come in a layout of their own for such queries.
     """
-    return layout.is_quantized and layout.rope_width > 0 and q.shape[-1:] == (layout.value_width,)
+    if not (layout.is_quantized and layout.rope_width):
+        return False
+    shape = q.shape
+    return len(shape) > 0 and shape[-1] == layout.value_width
 
 
 def second_cache(cache: Tensor | None, indices: Tensor | None, lengths: Tensor | None) -> dict[str, Tensor | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,18 +50,28 @@ def query_dtype(where: str, q: Tensor, layout: CacheLayout) -> torch.dtype:
     return dtype
 
 
+class PageFacts(NamedTuple):
+    """The fields of a Request that the arguments of indexer_logits decide, and those that indexer_select shares with it."""
+
+    kv_layout: str
+    num_heads: int
+    block_size: int
+    cache_alignment: int
+    uneven_blocks: bool
+    rows: int
+
+
 def check_pages(
     table: TensorTable,
     pages: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     results: tuple[Tensor | None, ...],
     sizes: dict[str, int],
-) -> tuple[str, int, int, int, bool, int]:
+) -> PageFacts:
     """The arguments that indexer_logits and indexer_select have in common, and what they write.
 
     Args:
         table: of PAGES, then rows for `results`. pages: q, weights, index_cache, query_start_loc, seq_lens, block_table.
         sizes: of further given axes; all others are added.
-    Returns: kv_layout, num_heads, block_size, cache_alignment, uneven_blocks and rows of a Request.
     Raises: InvalidArgument.
     """
     where = table.where
@@ -75,8 +85,8 @@ def check_pages(
         first, last = int(query_start_loc[0]), int(query_start_loc[-1])
         if first < 0 or last > sizes["T"]:
             refuse(where, "query_start_loc", f"values from {first} to {last}", f"values from 0 to T = {sizes['T']}")
-    uneven, rows = bool(block_stride % layout.row_width), rounded_rows(sizes["T"])
-    return layout.name, sizes["H"], block_size, alignment, uneven, rows
+    uneven = bool(block_stride % layout.row_width)
+    return PageFacts(layout.name, sizes["H"], block_size, alignment, uneven, rounded_rows(sizes["T"]))
 
 
 def query_values(q: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -71,7 +71,17 @@ def cache_write(
     find(CACHE_WRITE, backend, kv_c, facts).call(kv_c, k_pe, kv_cache, slot_mapping, scale_format=scale_format)
 
 
-def check(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> tuple[object, ...]:
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    kv_layout: str
+    block_size: int
+    cache_alignment: int
+    uneven_blocks: bool
+    scale_format: str | None
+
+
+def check(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
     check_dense(where, "kv_c", kv_c, "[T, 512]")
@@ -84,7 +94,7 @@ def check(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, sc
     if scale_format not in formats:
         refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, formats)))
     written = scale_format if layout.is_quantized else None
-    return layout.name, block_size, alignment, bool(block_stride % layout.row_pitch), written
+    return Facts(layout.name, block_size, alignment, bool(block_stride % layout.row_pitch), written)
 
 
 @isolated
@@ -116,7 +126,7 @@ def write_rows(
 CACHE_WRITE: Final = Primitive[CacheWrite](
     "cache_write",
     module=__name__,
-    facts=("kv_layout", "block_size", "cache_alignment", "uneven_blocks", "scale_format"),
+    facts=Facts._fields,
     cache=KV,
     reference=reference,
 )

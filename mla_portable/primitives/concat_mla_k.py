@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,11 +51,18 @@ def concat_mla_k(k_nope: Tensor, k_rope: Tensor, *, out: Tensor | None = None, b
     return find(CONCAT_MLA_K, backend, k_nope, check(k_nope, k_rope, out)).call(k_nope, k_rope, out=out)
 
 
-def check(k_nope: Tensor, k_rope: Tensor, out: Tensor | None) -> tuple[object, ...]:
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    num_heads: int
+    rows: int
+
+
+def check(k_nope: Tensor, k_rope: Tensor, out: Tensor | None) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     widths = [x.shape[-1] if isinstance(x, Tensor) and not x.is_nested and x.dim() else 0 for x in (k_nope, k_rope)]
     sizes = TENSORS.check((k_nope, k_rope, out), {"D": sum(widths)})
-    return sizes["H"], rounded_rows(sizes["N"])
+    return Facts(sizes["H"], rounded_rows(sizes["N"]))
 
 
 @isolated
@@ -73,7 +80,7 @@ def reference(k_nope: Tensor, k_rope: Tensor, *, out: Tensor | None = None) -> T
 CONCAT_MLA_K: Final = Primitive[ConcatMlaK](
     "concat_mla_k",
     module=__name__,
-    facts=("num_heads", "rows"),
+    facts=Facts._fields,
     results=("out",),
     reference=reference,
 )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -139,6 +139,18 @@ def convert_indices(
     )
 
 
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    topk: int
+    block_size: int
+    prefill_workspace: bool
+    compact: bool
+    context_parallel: bool
+    seq_lens: bool
+    rows: int
+
+
 def check(
     topk_indices: Tensor,
     req_id_per_token: Tensor,
@@ -153,7 +165,7 @@ def check(
     dcp_rank: int,
     interleave: int,
     out: tuple[Tensor, Tensor] | None,
-) -> tuple[object, ...]:
+) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
     check_count(where, "block_size", block_size, 1, INT32_MAX)
@@ -175,8 +187,15 @@ def check(
             refuse(where, "out", "a tuple with None", "a tuple (indices [T, K], counts [T]), or None for new tensors")
     workspace = prefill_request_ids, prefill_workspace_starts
     sizes = TENSORS.check((topk_indices, req_id_per_token, block_table, *workspace, seq_lens, *results), {})
-    features = (prefill_request_ids is not None, compact, dcp_size > 1, seq_lens is not None)
-    return sizes["K"], block_size, *features, rounded_rows(sizes["T"])
+    return Facts(
+        sizes["K"],
+        block_size,
+        prefill_request_ids is not None,
+        compact,
+        dcp_size > 1,
+        seq_lens is not None,
+        rounded_rows(sizes["T"]),
+    )
 
 
 @isolated
@@ -263,7 +282,7 @@ def _workspace_rows(pos: Tensor, request: Tensor, starts: Tensor | None) -> Tens
 CONVERT_INDICES: Final = Primitive[ConvertIndices](
     "convert_indices",
     module=__name__,
-    facts=("topk", "block_size", "prefill_workspace", "compact", "context_parallel", "seq_lens", "rows"),
+    facts=Facts._fields,
     results=("indices", "counts"),
     reference=reference,
 )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,7 +68,16 @@ def gather_upconvert(
     return find(GATHER_UPCONVERT, backend, kv_cache, facts).call(kv_cache, block_table, seq_lens, workspace_starts, out=out)
 
 
-def check(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, out: Tensor) -> tuple[object, ...]:
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    kv_layout: str
+    block_size: int
+    cache_alignment: int
+    uneven_blocks: bool
+
+
+def check(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, out: Tensor) -> Facts:
     """Raise InvalidArgument, or return the facts.
 
     How many rows `out` needs is known on the device only; rows past it are not written.
@@ -78,7 +87,7 @@ def check(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_sta
     layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, kv_cache.device)
     check_flat_rows(where, "out", out, layout.workspace, kv_cache.device)
     TENSORS.check((kv_cache, block_table, seq_lens, workspace_starts, out), {})
-    return layout.name, block_size, alignment, bool(block_stride % layout.row_pitch)
+    return Facts(layout.name, block_size, alignment, bool(block_stride % layout.row_pitch))
 
 
 @isolated
@@ -121,7 +130,7 @@ def reference(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace
 GATHER_UPCONVERT: Final = Primitive[GatherUpconvert](
     "gather_upconvert",
     module=__name__,
-    facts=("kv_layout", "block_size", "cache_alignment", "uneven_blocks"),
+    facts=Facts._fields,
     results=("out",),
     cache=KV,
     stated=("scale_format",),

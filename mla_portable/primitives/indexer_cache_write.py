@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,7 +61,17 @@ def indexer_cache_write(
     find(INDEXER_CACHE_WRITE, backend, k, facts).call(k, index_cache, slot_mapping, scale_format=scale_format)
 
 
-def check(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> tuple[object, ...]:
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    kv_layout: str
+    block_size: int
+    cache_alignment: int
+    uneven_blocks: bool
+    scale_format: str | None
+
+
+def check(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
     check_dense(where, "k", k, "[T, 128]")
@@ -72,7 +82,7 @@ def check(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, scale_format: st
     if scale_format not in SCALE_FORMATS:
         refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, SCALE_FORMATS)))
     written = scale_format if layout.is_quantized else None
-    return layout.name, block_size, alignment, bool(block_stride % layout.row_width), written
+    return Facts(layout.name, block_size, alignment, bool(block_stride % layout.row_width), written)
 
 
 @isolated
@@ -85,7 +95,7 @@ def reference(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_for
 INDEXER_CACHE_WRITE: Final = Primitive[IndexerCacheWrite](
     "indexer_cache_write",
     module=__name__,
-    facts=("kv_layout", "block_size", "cache_alignment", "uneven_blocks", "scale_format"),
+    facts=Facts._fields,
     cache=INDEX,
     typical={"kv_layout": "index_fp8"},
     reference=reference,

@@ -15,7 +15,7 @@ from mla_portable.dispatch import find
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX
 from mla_portable.models import DEEPSEEK_V32
-from mla_portable.primitives._indexer import PAGES, check_pages, seen_scores
+from mla_portable.primitives._indexer import PAGES, PageFacts, check_pages, seen_scores
 from mla_portable.primitives._reference import isolated
 
 __all__ = ["INDEXER_LOGITS", "IndexerLogits", "indexer_logits"]
@@ -94,7 +94,7 @@ def check(
     seq_lens: Tensor,
     block_table: Tensor,
     out: Tensor,
-) -> tuple[object, ...]:
+) -> PageFacts:
     """Raise InvalidArgument, or return the facts."""
     return check_pages(TENSORS, (q, weights, index_cache, query_start_loc, seq_lens, block_table), (out,), {})
 
@@ -125,7 +125,7 @@ def reference(
 INDEXER_LOGITS: Final = Primitive[IndexerLogits](
     "indexer_logits",
     module=__name__,
-    facts=("kv_layout", "num_heads", "block_size", "cache_alignment", "uneven_blocks", "rows"),
+    facts=PageFacts._fields,
     results=("out",),
     cache=INDEX,
     typical={"num_heads": DEEPSEEK_V32.index_heads, "kv_layout": "index_fp8"},

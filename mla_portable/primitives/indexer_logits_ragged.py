@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,6 +86,14 @@ def indexer_logits_ragged(
     return find(INDEXER_LOGITS_RAGGED, backend, q, facts).call(q, weights, keys, key_scales, row_starts, row_ends, out=out)
 
 
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    kv_layout: str
+    num_heads: int
+    rows: int
+
+
 def check(
     q: Tensor,
     weights: Tensor,
@@ -94,7 +102,7 @@ def check(
     row_starts: Tensor,
     row_ends: Tensor,
     out: Tensor,
-) -> tuple[object, ...]:
+) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
     check_dense(where, "q", q, "[T, H, 128]")
@@ -107,7 +115,7 @@ def check(
         refuse(where, "key_scales", got, "[N] float32 for e4m3 keys, None for bf16 keys")
     tensors = q, weights, keys, key_scales, row_starts, row_ends, out
     sizes = TENSORS.check(tensors, {"width": INDEX_HEAD_SIZE}, query_dtype(where, q, layout))
-    return layout.name, sizes["H"], rounded_rows(sizes["T"])
+    return Facts(layout.name, sizes["H"], rounded_rows(sizes["T"]))
 
 
 @isolated
@@ -138,7 +146,7 @@ def reference(
 INDEXER_LOGITS_RAGGED: Final = Primitive[IndexerLogitsRagged](
     "indexer_logits_ragged",
     module=__name__,
-    facts=("kv_layout", "num_heads", "rows"),
+    facts=Facts._fields,
     results=("out",),
     cache=INDEX,
     typical={"num_heads": DEEPSEEK_V32.index_heads, "kv_layout": "index_fp8"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -109,6 +109,19 @@ def indexer_select(
     return served.call(*pages, topk=topk, out=out, scores_out=scores_out, **share)
 
 
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide: first those of `PageFacts`."""
+
+    kv_layout: str
+    num_heads: int
+    block_size: int
+    cache_alignment: int
+    uneven_blocks: bool
+    rows: int
+    topk: int
+    context_parallel: bool
+
+
 def check(
     q: Tensor,
     weights: Tensor,
@@ -122,7 +135,7 @@ def check(
     interleave: int,
     out: Tensor | None,
     scores_out: Tensor | None,
-) -> tuple[object, ...]:
+) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
     check_count(where, "topk", topk, 1, INT32_MAX)
@@ -133,7 +146,7 @@ def check(
     if index_cache.shape[1] % interleave:
         expected = f"a divisor of block_size, {index_cache.shape[1]}"
         refuse(where, "interleave", str(interleave), expected)
-    return *facts, topk, dcp_size > 1 or scores_out is not None
+    return Facts(*facts, topk, dcp_size > 1 or scores_out is not None)
 
 
 @isolated
@@ -174,7 +187,7 @@ def reference(
 INDEXER_SELECT: Final = Primitive[IndexerSelect](
     "indexer_select",
     module=__name__,
-    facts=(*INDEXER_LOGITS.facts, "topk", "context_parallel"),
+    facts=Facts._fields,
     results=("out",),
     cache=INDEX,
     typical=INDEXER_LOGITS.typical,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -121,6 +121,17 @@ def masked_prefill(
     )
 
 
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    num_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    selection: bool
+    lse: bool
+    rows: int
+
+
 def check(
     q: Tensor,
     k: Tensor,
@@ -134,7 +145,7 @@ def check(
     selection: Tensor | None,
     out: Tensor | None,
     lse_out: Tensor | None,
-) -> tuple[object, ...]:
+) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
     check_count(where, "max_query_len", max_query_len, 0, INT32_MAX)
@@ -147,7 +158,7 @@ def check(
     check_scale(where, "softmax_scale", softmax_scale)
     _check_starts("query_start_loc", query_start_loc, "T", sizes["T"], "max_query_len", max_query_len)
     _check_starts("key_start_loc", key_start_loc, "N", sizes["N"], "max_key_len", max_key_len)
-    return sizes["H"], sizes["Dqk"], sizes["Dv"], selection is not None, True, rounded_rows(sizes["T"])
+    return Facts(sizes["H"], sizes["Dqk"], sizes["Dv"], selection is not None, lse=True, rows=rounded_rows(sizes["T"]))
 
 
 def _check_starts(name: str, starts: Tensor, axis: str, size: int, bound: str, longest: int) -> None:
@@ -232,7 +243,7 @@ def _seen(rows: slice, num_keys: int, after: int | None, selection: Tensor | Non
 MASKED_PREFILL: Final = Primitive[MaskedPrefill](
     "masked_prefill",
     module=__name__,
-    facts=("num_heads", "qk_head_dim", "v_head_dim", "selection", "lse", "rows"),
+    facts=Facts._fields,
     results=("out", "lse"),
     stated=("finite_values",),
     reference=reference,

@@ -45,7 +45,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: str | None = None) -> t
     return find(MERGE_STATES, backend, outs, check(outs, lses)).call(outs, lses)
 
 
-def check(outs: Tensor, lses: Tensor) -> tuple[object, ...]:
+def check(outs: Tensor, lses: Tensor) -> tuple[()]:
     """Raise InvalidArgument, or return no facts: the shapes do not affect the choice of an implementation."""
     where = "merge_states"
     check_dense(where, "outs", outs, "[P, ..., D]")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,11 +66,18 @@ def pack_selection(
     return find(PACK_SELECTION, backend, topk_indices, facts).call(topk_indices, width=width, starts=starts, out=out)
 
 
-def check(topk_indices: Tensor, width: int, starts: Tensor | None, out: Tensor | None) -> tuple[object, ...]:
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    topk: int
+    rows: int
+
+
+def check(topk_indices: Tensor, width: int, starts: Tensor | None, out: Tensor | None) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     check_count(TENSORS.where, "width", width, 1, INT32_MAX)
     sizes = TENSORS.check((topk_indices, starts, out), {"W": num_words(width)})
-    return sizes["K"], rounded_rows(sizes["T"])
+    return Facts(sizes["K"], rounded_rows(sizes["T"]))
 
 
 def num_words(width: int) -> int:
@@ -104,7 +111,7 @@ def reference(topk_indices: Tensor, *, width: int, starts: Tensor | None = None,
 PACK_SELECTION: Final = Primitive[PackSelection](
     "pack_selection",
     module=__name__,
-    facts=("topk", "rows"),
+    facts=Facts._fields,
     results=("out",),
     reference=reference,
 )

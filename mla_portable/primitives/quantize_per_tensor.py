@@ -46,7 +46,7 @@ def quantize_per_tensor(
     return find(QUANTIZE_PER_TENSOR, backend, x, check(x, dtype)).call(x, dtype)
 
 
-def check(x: Tensor, dtype: torch.dtype) -> tuple[object, ...]:
+def check(x: Tensor, dtype: torch.dtype) -> tuple[()]:
     """Raise InvalidArgument, or return no facts: the shape does not affect the choice of an implementation."""
     where = "quantize_per_tensor"
     check_dense(where, "x", x, "of any shape")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -124,6 +124,26 @@ def sparse_decode(
     )
 
 
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    kv_layout: str
+    num_heads: int
+    topk: int
+    block_size: int
+    query_len: int
+    cache_alignment: int
+    uneven_blocks: bool
+    lengths: bool
+    attn_sink: bool
+    lse: bool
+    rows: int | None
+    extra_topk: int | None
+    extra_block_size: int | None
+    extra_lengths: bool
+    nope: bool
+
+
 def check(
     q: Tensor,
     kv_cache: Tensor,
@@ -137,7 +157,7 @@ def check(
     schedule: DecodeSchedule | None,
     out: Tensor | None,
     lse_out: Tensor | None,
-) -> tuple[object, ...]:
+) -> Facts:
     """Raise InvalidArgument, or return the facts.
 
     Raises: PlanMismatch when `schedule` was made for other shapes.
@@ -169,13 +189,25 @@ def check(
             read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
             read |= {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices, "extra_lengths": extra_lengths}
             check_disjoint(where, {"out": out, "lse_out": lse_out}, read, scratch)
-    uneven = bool(block_stride % layout.row_pitch) or bool(extra_stride % layout.row_pitch)
-    with_lengths, with_sink = lengths is not None, attn_sink is not None
-    second = (extra_topk, extra_size, extra_lengths is not None)
-    # a schedule was planned for the implementation that serves every number of rows
-    rows = None if schedule is not None else rounded_rows(sizes["B"] * query_len)
-    caches = (block_size, query_len, alignment, uneven)
-    return layout.name, num_heads, topk, *caches, with_lengths, with_sink, True, rows, *second, nope
+    pitch = layout.row_pitch
+    return Facts(
+        layout.name,
+        num_heads,
+        topk,
+        block_size,
+        query_len,
+        alignment,
+        bool(block_stride % pitch or extra_stride % pitch),
+        lengths is not None,
+        attn_sink is not None,
+        True,
+        # a schedule was planned for the implementation that serves every number of rows
+        None if schedule is not None else rounded_rows(sizes["B"] * query_len),
+        extra_topk,
+        extra_size,
+        extra_lengths is not None,
+        nope,
+    )
 
 
 @isolated
@@ -220,23 +252,7 @@ def reference(
 SPARSE_DECODE: Final = Primitive[SparseDecode](
     "sparse_decode",
     module=__name__,
-    facts=(
-        "kv_layout",
-        "num_heads",
-        "topk",
-        "block_size",
-        "query_len",
-        "cache_alignment",
-        "uneven_blocks",
-        "lengths",
-        "attn_sink",
-        "lse",
-        "rows",
-        "extra_topk",
-        "extra_block_size",
-        "extra_lengths",
-        "nope",
-    ),
+    facts=Facts._fields,
     results=("out", "lse"),
     cache=KV,
     stated=("scale_format", "batch_invariant"),

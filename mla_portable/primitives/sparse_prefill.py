@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -110,6 +110,25 @@ def sparse_prefill(
     )
 
 
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    kv_layout: str
+    num_heads: int
+    topk: int
+    block_size: int | None
+    cache_alignment: int
+    uneven_blocks: bool
+    lengths: bool
+    attn_sink: bool
+    lse: bool
+    rows: int
+    extra_topk: int | None
+    extra_block_size: int | None
+    extra_lengths: bool
+    nope: bool
+
+
 def check(
     q: Tensor,
     kv: Tensor,
@@ -122,7 +141,7 @@ def check(
     extra_lengths: Tensor | None,
     out: Tensor | None,
     lse_out: Tensor | None,
-) -> tuple[object, ...]:
+) -> Facts:
     """Raise InvalidArgument, or return the facts; block_size is None for bfloat16 rows, which are flat."""
     where = TENSORS.where
     check_dense(where, "q", q, "[T, H, key width]")
@@ -135,11 +154,23 @@ def check(
     extra = (extra_kv_cache, extra_indices, extra_lengths)
     TENSORS.check((q, kv, indices, lengths, attn_sink, *extra, out, lse_out), sizes)
     check_scale(where, "softmax_scale", softmax_scale)
-    uneven = bool(block_stride % layout.row_pitch) or bool(extra_stride % layout.row_pitch)
-    second = (None if extra_indices is None else sizes["E"], extra_size, extra_lengths is not None)
-    features = (lengths is not None, attn_sink is not None, True)
-    shape = (layout.name, sizes["H"], sizes["K"], block_size, alignment, uneven)
-    return *shape, *features, rounded_rows(sizes["T"]), *second, nope
+    pitch = layout.row_pitch
+    return Facts(
+        layout.name,
+        sizes["H"],
+        sizes["K"],
+        block_size,
+        alignment,
+        bool(block_stride % pitch or extra_stride % pitch),
+        lengths is not None,
+        attn_sink is not None,
+        True,
+        rounded_rows(sizes["T"]),
+        None if extra_indices is None else sizes["E"],
+        extra_size,
+        extra_lengths is not None,
+        nope,
+    )
 
 
 def _check_rows(argument: str, kv: Tensor, device: torch.device) -> tuple[CacheLayout, int | None, int, int]:
@@ -188,22 +219,7 @@ def reference(
 SPARSE_PREFILL: Final = Primitive[SparsePrefill](
     "sparse_prefill",
     module=__name__,
-    facts=(
-        "kv_layout",
-        "num_heads",
-        "topk",
-        "block_size",
-        "cache_alignment",
-        "uneven_blocks",
-        "lengths",
-        "attn_sink",
-        "lse",
-        "rows",
-        "extra_topk",
-        "extra_block_size",
-        "extra_lengths",
-        "nope",
-    ),
+    facts=Facts._fields,
     results=("out", "lse"),
     cache=KV,
     stated=("scale_format", "batch_invariant"),

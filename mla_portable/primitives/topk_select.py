@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,12 +69,19 @@ def topk_select(
     return find(TOPK_SELECT, backend, logits, facts).call(logits, row_starts, row_ends, topk=topk, out=out)
 
 
-def check(logits: Tensor, row_starts: Tensor, row_ends: Tensor, topk: int, out: Tensor | None) -> tuple[object, ...]:
+class Facts(NamedTuple):
+    """The fields of a Request that a call's arguments decide."""
+
+    topk: int
+    rows: int
+
+
+def check(logits: Tensor, row_starts: Tensor, row_ends: Tensor, topk: int, out: Tensor | None) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     check_count(TENSORS.where, "topk", topk, 1, INT32_MAX)
     sizes = TENSORS.check((logits, row_starts, row_ends, out), {"K": topk})
     check_result_size(TENSORS.where, topk, sizes["T"], out)
-    return topk, rounded_rows(sizes["T"])
+    return Facts(topk, rounded_rows(sizes["T"]))
 
 
 def check_result_size(where: str, topk: int, num_rows: int, out: Tensor | None) -> None:
@@ -108,7 +115,7 @@ def reference(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int
 TOPK_SELECT: Final = Primitive[TopkSelect](
     "topk_select",
     module=__name__,
-    facts=("topk", "rows"),
+    facts=Facts._fields,
     results=("out",),
     reference=reference,
 )
