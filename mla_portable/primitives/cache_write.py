@@ -12,7 +12,7 @@ from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_cache, check_dense
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import refuse
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.layouts import KV, CacheLayout, layout_of, scale_formats
 from mla_portable.primitives._reference import isolated
 
@@ -47,6 +47,7 @@ class CacheWrite(Protocol):
     ) -> None: ...
 
 
+@opaque
 def cache_write(
     kv_c: Tensor,
     k_pe: Tensor,

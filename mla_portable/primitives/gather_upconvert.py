@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_cache, check_dense, check_flat_rows
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.layouts import KV
 from mla_portable.primitives._reference import CacheRows, isolated
 
@@ -45,6 +45,7 @@ class GatherUpconvert(Protocol):
     ) -> Tensor: ...
 
 
+@opaque
 def gather_upconvert(
     kv_cache: Tensor,
     block_table: Tensor,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.tensor_table import Axes, TensorTable
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.layouts import INDEX
 from mla_portable.primitives._indexer import PAGES, check_pages, seen_scores
 from mla_portable.primitives._reference import isolated
@@ -50,6 +50,7 @@ class IndexerLogits(Protocol):
     ) -> Tensor: ...
 
 
+@opaque
 def indexer_logits(
     q: Tensor,
     weights: Tensor,

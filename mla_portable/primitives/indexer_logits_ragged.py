@@ -13,7 +13,7 @@ from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_dense
 from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.contracts.values import refuse, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.layouts import INDEX, INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives._indexer import QUERIES, query_dtype, scores
 from mla_portable.primitives._reference import isolated
@@ -59,6 +59,7 @@ class IndexerLogitsRagged(Protocol):
     ) -> Tensor: ...
 
 
+@opaque
 def indexer_logits_ragged(
     q: Tensor,
     weights: Tensor,

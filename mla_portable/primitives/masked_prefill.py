@@ -15,7 +15,7 @@ from mla_portable.contracts import Primitive, head_results
 from mla_portable.contracts.rules import shape_of
 from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, check_scale, refuse, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.primitives._reference import isolated, products
 
 __all__ = ["MASKED_PREFILL", "MaskedPrefill", "masked_prefill"]
@@ -65,6 +65,7 @@ class MaskedPrefill(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+@opaque
 def masked_prefill(
     q: Tensor,
     k: Tensor,

@@ -19,7 +19,7 @@ from mla_portable.contracts.rules import check_cache, check_dense, check_disjoin
 from mla_portable.contracts.second_cache import check_second_cache, is_nope, second_cache
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_scale, describe, refuse, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.layouts import KV
 from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
@@ -71,6 +71,7 @@ class SparseDecode(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+@opaque
 def sparse_decode(
     q: Tensor,
     kv_cache: Tensor,

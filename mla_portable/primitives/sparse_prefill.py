@@ -14,7 +14,7 @@ from mla_portable.contracts.rules import check_cache, check_dense, check_flat_ro
 from mla_portable.contracts.second_cache import check_second_cache, is_nope, second_cache
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_scale, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.layouts import KV, CacheLayout, layout_of
 from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
@@ -66,6 +66,7 @@ class SparsePrefill(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+@opaque
 def sparse_prefill(
     q: Tensor,
     kv: Tensor,
