@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator, default_device
 from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse, rounded_rows
-from mla_portable.dispatch import unchecked
+from mla_portable.dispatch import opaque, unchecked
 from mla_portable.errors import InvalidArgument
 from mla_portable.kit.rules import check_cache, check_dense, check_tensor, shape_of
 from mla_portable.layouts import INDEX, INDEX_FP8, INDEX_HEAD_SIZE
@@ -42,6 +42,7 @@ _LOGITS_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """They hold -inf, which float8 formats of queries do not."""
 
 
+@opaque
 def fp8_fp4_mqa_logits(
     q: tuple[Tensor, Tensor | None],
     kv: tuple[Tensor, Tensor],
@@ -129,6 +130,7 @@ def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: 
     return torch.zeros((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
 
 
+@opaque
 def fp8_fp4_paged_mqa_logits(
     q: tuple[Tensor, Tensor | None],
     kv_cache: Tensor,

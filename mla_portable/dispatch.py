@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from mla_portable.accelerator import Accelerator, accelerator
@@ -25,6 +26,29 @@ from mla_portable.registry.names import check_backend
 
 _CACHE_LIMIT: Final = 4096
 """Kinds of calls whose implementation is kept; beyond that all are dropped and asked for again."""
+
+_OPAQUE: Final = "mla_portable chooses a kernel in it: compile without fullgraph=True, and it is called between two graphs"
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def opaque(function: C) -> C:
+    """Mark a public function as one that torch.compile calls as it is, with a graph break, and compiles nothing of.
+
+    `torch.compiler.disable` makes a wrapper that does this, at 0.3 us for every call, and imports torch._dynamo, which takes
+    1.5 s. Here the function and its code get the marks that Dynamo looks for (torch 2.13 to 2.15): no call outside of
+    torch.compile costs more. Where torch has other names, Dynamo compiles parts of the function, with the same results.
+    Returns: `function` itself.
+    """
+    marked: Any = function
+    core: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _OPAQUE
+    try:
+        dynamo = core._dynamo.eval_frame
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(marked.__code__, dynamo._FrameExecStrategy(skip, skip))  # and all that it calls
+    except AttributeError:
+        pass
+    return function
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import gc
 import inspect
 import weakref
 from dataclasses import fields
+from importlib import import_module
 
 import pytest
 import torch
@@ -62,6 +63,17 @@ def test_signature_is_the_protocol_plus_backend(name: str):
     offered = [parameter for parameter in offered if not parameter.name.startswith("extra_")]
     assert [(p.name, p.kind, p.default) for p in offered[:-1]] == [(p.name, p.kind, p.default) for p in expected]
     assert (offered[-1].name, offered[-1].kind, offered[-1].default) == ("backend", inspect.Parameter.KEYWORD_ONLY, None)
+
+
+@pytest.mark.parametrize("primitive", Primitive.all(), ids=str)
+def test_the_check_and_the_reference_take_what_the_function_takes(primitive: Primitive):
+    """In the same order: the function hands its arguments to the check by position."""
+    offered = list(inspect.signature(getattr(mla_portable, primitive)).parameters.values())[:-1]  # the last is `backend`
+    reference = list(inspect.signature(primitive.reference).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in reference[: len(offered)]] == [(p.name, p.kind, p.default) for p in offered]
+    assert [p.name for p in reference[len(offered) :]] in ([], ["dtype"]), "that of its arithmetic, by default float64"
+    check = inspect.signature(import_module(primitive.module).check).parameters
+    assert list(check) == [p.name for p in offered]
 
 
 def test_request_says_what_the_call_needs(tape):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import check_flag, check_type, describe, refuse, rounded_rows
-from mla_portable.dispatch import unchecked
+from mla_portable.dispatch import opaque, unchecked
 from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
 from mla_portable.flash_mla.schedule import FlashMLASchedMeta
 from mla_portable.flash_mla.statistics import as_flashmla
@@ -45,6 +45,7 @@ TENSORS: Final = TensorTable(
 )
 
 
+@opaque
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

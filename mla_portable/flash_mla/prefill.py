@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import check_flag, check_scale, refuse, rounded_rows
-from mla_portable.dispatch import unchecked
+from mla_portable.dispatch import opaque, unchecked
 from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
 from mla_portable.flash_mla.statistics import LOG2_E, SHARPNESS, as_flashmla, wants_max_logits
 from mla_portable.kit.rules import check_cache, check_resolved, shape_of
@@ -31,6 +31,7 @@ TENSORS: Final = TensorTable(
 )
 
 
+@opaque
 def flash_mla_sparse_fwd(
     q: Tensor,
     kv: Tensor,

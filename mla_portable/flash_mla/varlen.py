@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, describe, refuse
+from mla_portable.dispatch import opaque
 from mla_portable.flash_mla.arguments import scale_of
 from mla_portable.kit.rules import shape_of
 from mla_portable.kit.tensor_table import Axes, TensorTable
@@ -30,6 +31,7 @@ TENSORS: Final = TensorTable(
 )
 
 
+@opaque
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

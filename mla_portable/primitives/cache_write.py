@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import refuse
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import check_cache, check_dense
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import KV, CacheLayout, layout_of, scale_formats
@@ -47,6 +47,7 @@ class CacheWrite(Protocol):
     ) -> None: ...
 
 
+@opaque
 def cache_write(
     kv_c: Tensor,
     k_pe: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.primitives._reference import isolated
 
@@ -37,6 +37,7 @@ class ConcatMlaK(Protocol):
     def __call__(self, k_nope: Tensor, k_rope: Tensor, *, out: Tensor | None = None) -> Tensor: ...
 
 
+@opaque
 def concat_mla_k(k_nope: Tensor, k_rope: Tensor, *, out: Tensor | None = None, backend: str | None = None) -> Tensor:
     """Keys of each head: its own columns, then those that all heads share.
 

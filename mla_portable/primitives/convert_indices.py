@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.share import ContextShare, check_share
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.primitives._reference import isolated
 
@@ -71,6 +71,7 @@ class ConvertIndices(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+@opaque
 def convert_indices(
     topk_indices: Tensor,
     req_id_per_token: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import check_cache, check_dense, check_flat_rows
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import KV
@@ -45,6 +45,7 @@ class GatherUpconvert(Protocol):
     ) -> Tensor: ...
 
 
+@opaque
 def gather_upconvert(
     kv_cache: Tensor,
     block_table: Tensor,

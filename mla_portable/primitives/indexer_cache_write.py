@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import refuse
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import check_cache, check_dense
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, SCALE_FORMATS, layout_of
@@ -43,6 +43,7 @@ class IndexerCacheWrite(Protocol):
     def __call__(self, k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None: ...
 
 
+@opaque
 def indexer_cache_write(
     k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2", backend: str | None = None
 ) -> None:

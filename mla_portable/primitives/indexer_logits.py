@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX
 from mla_portable.models import DEEPSEEK_V32
@@ -51,6 +51,7 @@ class IndexerLogits(Protocol):
     ) -> Tensor: ...
 
 
+@opaque
 def indexer_logits(
     q: Tensor,
     weights: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import refuse, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import check_dense
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX, INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE
@@ -60,6 +60,7 @@ class IndexerLogitsRagged(Protocol):
     ) -> Tensor: ...
 
 
+@opaque
 def indexer_logits_ragged(
     q: Tensor,
     weights: Tensor,

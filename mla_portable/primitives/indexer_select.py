@@ -13,7 +13,7 @@ from torch import Tensor
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.share import ContextShare, check_share
 from mla_portable.contracts.values import INT32_MAX, check_count, refuse
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX
 from mla_portable.primitives._indexer import PAGES, check_pages, seen_scores
@@ -67,6 +67,7 @@ class IndexerSelect(Protocol):
     ) -> Tensor: ...
 
 
+@opaque
 def indexer_select(
     q: Tensor,
     weights: Tensor,

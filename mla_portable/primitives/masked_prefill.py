@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, check_scale, refuse, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.results import head_results
 from mla_portable.kit.rules import shape_of
 from mla_portable.kit.tensor_table import Axes, TensorTable
@@ -66,6 +66,7 @@ class MaskedPrefill(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+@opaque
 def masked_prefill(
     q: Tensor,
     k: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import refuse
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import check_dense, check_tensor
 from mla_portable.primitives._reference import isolated
 
@@ -32,6 +32,7 @@ class MergeStates(Protocol):
     def __call__(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
+@opaque
 def merge_states(outs: Tensor, lses: Tensor, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Merge P partial attention results over disjoint sets of keys (split-KV, context parallelism).
 

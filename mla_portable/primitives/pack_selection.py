@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import INT32_MAX, check_count, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.primitives._reference import isolated
 
@@ -43,6 +43,7 @@ class PackSelection(Protocol):
     ) -> Tensor: ...
 
 
+@opaque
 def pack_selection(
     topk_indices: Tensor,
     *,

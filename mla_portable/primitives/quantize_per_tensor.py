@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import refuse
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import check_dense, check_resolved
 from mla_portable.primitives._reference import isolated
 
@@ -32,6 +32,7 @@ class QuantizePerTensor(Protocol):
     def __call__(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]: ...
 
 
+@opaque
 def quantize_per_tensor(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:

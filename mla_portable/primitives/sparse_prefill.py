@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import check_scale, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.results import attention_results
 from mla_portable.kit.rules import check_cache, check_dense, check_flat_rows, rows_alignment, shape_of
 from mla_portable.kit.second_cache import check_second_cache, is_nope, second_cache
@@ -67,6 +67,7 @@ class SparsePrefill(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+@opaque
 def sparse_prefill(
     q: Tensor,
     kv: Tensor,

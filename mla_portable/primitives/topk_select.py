@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import INT32_MAX, check_count, refuse, rounded_rows
-from mla_portable.dispatch import find
+from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.primitives._reference import isolated
 
@@ -46,6 +46,7 @@ class TopkSelect(Protocol):
     ) -> Tensor: ...
 
 
+@opaque
 def topk_select(
     logits: Tensor,
     row_starts: Tensor,
