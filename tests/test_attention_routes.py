@@ -222,7 +222,7 @@ def test_a_name_that_is_forced_for_everything_holds_for_what_it_offers(control: 
     decisions = {part.role: part.decision for part in layer.route_decision.verdict.parts}
     assert (decisions["decode"].forced, decisions["convert"].forced) == ("flash", None)
     assert decisions["convert"].control == "default"
-    assert layer._write_decision.chosen == rest
+    assert layer.write_decision.chosen == rest
     with pytest.raises(UnsupportedRequest, match="convert_indices not offered"):
         forced_layer(control, {"convert_indices": "flash"}, *plugins)
 

@@ -43,6 +43,7 @@ class SparseMLAAttention:
         spec, device: as built, the device with its index; the layer runs there, whether or not it is the current device.
         facts: `DeviceFacts` of the device.
         route: the chosen one. route_decision: every route's verdict and reasons, with every primitive's decision.
+        write_decision: of cache_write, which serves the layer's own `cache_write` where it chose something.
         buffers: to pass to the model's other layers.
     """
 
@@ -90,8 +91,8 @@ class SparseMLAAttention:
         formats = self._layout.scale_formats
         self._scales: dict[str, Any] = {"scale_format": spec.scale_format or formats[0]} if formats else {}
         write = Request(CACHE_WRITE, self.facts, graph=spec.graph, **spec.cache_facts() | self._scales)
-        self._write_decision = layer_registry.decide(write)
-        self._write: CacheWrite | None = layer_registry.resolve(write).call if self._write_decision.chosen else None
+        self.write_decision = layer_registry.decide(write)
+        self._write: CacheWrite | None = layer_registry.resolve(write).call if self.write_decision.chosen else None
         self._no_rope = (
             torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
         )
@@ -158,7 +159,7 @@ class SparseMLAAttention:
             tensors, before anything is written.
         """
         if self._write is None:
-            raise UnsupportedRequest(self._write_decision)
+            raise UnsupportedRequest(self.write_decision)
         if self._no_rope is not None:
             self._check.no_rope(k_pe)
             k_pe = self._no_rope.expand(k_pe.shape[0], -1)

@@ -11,7 +11,7 @@ import os
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -26,13 +26,16 @@ from mla_portable.bench.timing import Timing, measure, run_and_measure
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Request
 from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
 from mla_portable.planner import Planner
-from mla_portable.primitives import CACHE_WRITE
+from mla_portable.primitives import SPARSE_PREFILL
 from mla_portable.problems import Finding
 from mla_portable.problems.attention import SOFTMAX_SCALE, attend, findings
 from mla_portable.problems.bench import Workshop
 from mla_portable.problems.convert_indices import convert_indices
 from mla_portable.problems.step import StepInputs, StepShape, make_inputs, step_bytes, step_cases
 from mla_portable.registry import Registry, get_registry
+
+_PREFILLS: Final = {False: "sparse_prefill (cache)", True: "sparse_prefill (workspace)"}
+"""Names of sparse_prefill's cases, by whether it reads gathered rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,18 +195,17 @@ def run_step(
         workshop = Workshop(
             device, layer.facts, seed=shape.seed, check_rows=check_rows or shape.num_tokens, block_size=shape.block_size
         )
-        asked = _asked(layer)
-        needed = {asked["cache_write"], *(part.decision.request for part in layer.route_decision.verdict.parts)}
+        asked, decided = _asked(layer), _decided(layer)
 
         def run(name: str) -> PrimitiveResult:
             begin(name)
             problem = workshop.make(cases[name])
-            request = asked.get(name, problem.request)
-            decision, on_route = demand.decide(request), request in needed
+            decision, on_route = decided.get(name), name in decided
+            decision = demand.decide(asked.get(name, problem.request)) if decision is None else decision
             implementation = demand.chosen(decision)
             if implementation is None:
                 return PrimitiveResult(name, on_route, decision, cases[name].shape)
-            own = registry.configured(implementation, problem.request.but(lse=request.lse, graph=False))
+            own = registry.configured(implementation, problem.request.but(lse=decision.request.lse, graph=False))
             call, result = prepared(problem, implementation, own, partial(registry.bind_implementation, implementation), device)
             problem.poison()
             _, timing = timed(call)
@@ -222,19 +224,28 @@ def run_step(
         )
 
 
+def _decided(layer: SparseMLAAttention) -> dict[str, Decision]:
+    """What serves a layer, by the names of `step_cases`."""
+    verdict = layer.route_decision.verdict
+    found = {"cache_write": layer.write_decision}
+    for part in verdict.parts:
+        name = str(part.decision.request.primitive)
+        if name == str(SPARSE_PREFILL):
+            name = _PREFILLS[part.role == "prefill" and verdict.part("gather") is not None]
+        if part.most_rows is None:
+            found[name] = part.decision
+    return found
+
+
 def _asked(layer: SparseMLAAttention) -> dict[str, Request]:
-    """What a layer asks of the registry, by the names of `step_cases`."""
-    spec = layer.spec
-    routes = route_requests(spec, layer.facts)
-    scale_format = spec.scale_format if LAYOUTS[spec.kv_layout].is_quantized else None
-    layout, size = spec.kv_layout, spec.block_size
+    """What other routes would ask of the registry, by the names of `step_cases`."""
+    routes = route_requests(layer.spec, layer.facts)
     return {
-        "cache_write": Request(CACHE_WRITE, layer.facts, kv_layout=layout, block_size=size, scale_format=scale_format),
         "convert_indices": routes["workspace_convert" if layer.buffers.workspace is not None else "convert"],
         "gather_upconvert": routes["gather"],
         "sparse_decode": routes["decode"],
-        "sparse_prefill (cache)": routes["cache_prefill"],
-        "sparse_prefill (workspace)": routes["bf16_prefill"],
+        _PREFILLS[False]: routes["cache_prefill"],
+        _PREFILLS[True]: routes["bf16_prefill"],
     }
 
 
