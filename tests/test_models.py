@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mla_portable.attention import AttentionSpec
-from mla_portable.engine.deepseek import layer_spec, v4_layer_spec
+from mla_portable.engine.asked import layer_spec, v4_layer_spec
 from mla_portable.layouts import KV, LAYOUTS
 from mla_portable.models import DEEPSEEK_V4, DEEPSEEK_V32, GLM_5, MODELS, Model
 from mla_portable.problems.masked_prefill import DIMS

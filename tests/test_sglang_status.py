@@ -65,7 +65,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         version = metadata.version
         monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.23" if name == "sglang" else version(name))
         point = SimpleNamespace(name="mla_portable")
-        monkeypatch.setattr("mla_portable.engine.entry.metadata.entry_points", lambda group: [point])
+        monkeypatch.setattr("mla_portable.engine.status.metadata.entry_points", lambda group: [point])
 
     return put
 
@@ -112,7 +112,7 @@ def test_obstacles_are_named(install: Install, monkeypatch: pytest.MonkeyPatch):
     assert status(SGLANG_PLUGINS="other, mla_portable").registered and status(SGLANG_PLUGINS="").registered
     bad = status(MLA_PORTABLE_SGLANG="override")
     assert not bad.registered and "got 'override', expected one of auto, on, off" in bad.note
-    monkeypatch.setattr("mla_portable.engine.entry.metadata.entry_points", lambda group: [])
+    monkeypatch.setattr("mla_portable.engine.status.metadata.entry_points", lambda group: [])
     assert "no entry point 'mla_portable' in the group sglang.srt.plugins" in status().note
 
 

@@ -28,6 +28,7 @@ from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import Decision, DeviceFacts, PlanMismatch, Request
 from mla_portable.contracts.values import INT32_MAX, check_count, check_fields, check_type, describe, device_of, refuse
 from mla_portable.kit.rules import check_dense, check_disjoint, check_tensor, shape_of
+from mla_portable.models import DEEPSEEK_V32
 from mla_portable.planner.prompts import KeyPart, PromptPlan
 from mla_portable.primitives import (
     CONCAT_MLA_K,
@@ -52,12 +53,12 @@ LEAST_KEY_ROWS: Final = 2048
 class HeadDims:
     """Widths of a head. nope: of the query and key without rope (P). rope: of the rest (R), may be 0. value: of the value (V).
 
-    DeepSeek-V3.2 has 128, 64, 128; GLM-5 has 192, 64, 256; GLM-5.3-Flash has 256, 0, 256.
+    Those of models are in `mla_portable.models`; DeepSeek-V3.2's by default.
     """
 
-    nope: int = 128
-    rope: int = 64
-    value: int = 128
+    nope: int = DEEPSEEK_V32.head_dims[0]
+    rope: int = DEEPSEEK_V32.head_dims[1]
+    value: int = DEEPSEEK_V32.head_dims[2]
 
     def __post_init__(self) -> None:
         check_fields(self, {"nope": (1, INT32_MAX), "rope": (0, INT32_MAX), "value": (1, INT32_MAX)})

@@ -23,7 +23,7 @@ from mla_portable.bench.candidates import prepared
 from mla_portable.bench.kernels import Progress
 from mla_portable.bench.prompts import make_layer, time_step
 from mla_portable.contracts import DeviceFacts, UnsupportedRequest
-from mla_portable.engine.deepseek import layer_spec
+from mla_portable.engine.asked import layer_spec
 from mla_portable.engine.routing import served_by
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS
 from mla_portable.models import Model

@@ -13,10 +13,9 @@ import torch
 
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import EngineStatus, Request
-from mla_portable.engine.deepseek import choices, scorer
-from mla_portable.engine.entry import obstacle
 from mla_portable.engine.routing import decide_route
-from mla_portable.engine.status import version_and_mode
+from mla_portable.engine.scorer import scorer
+from mla_portable.engine.status import choices, obstacle, version_and_mode
 from mla_portable.models import DEEPSEEK_V32
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED
 from mla_portable.registry import Registry

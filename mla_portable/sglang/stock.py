@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts
-from mla_portable.engine.deepseek import DEEP_GEMM_ARCHS
+from mla_portable.engine.scorer import DEEP_GEMM_ARCHS
 from mla_portable.sglang.places import FA3, KV, SPARSE
 
 _FLASHMLA_ARCHS: Final = ("sm90", "sm10")

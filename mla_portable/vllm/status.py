@@ -16,17 +16,10 @@ import torch
 from mla_portable.attention import RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import DeviceFacts, EngineStatus
-from mla_portable.engine.deepseek import (
-    choices,
-    deep_gemm_serves,
-    indexer_requests,
-    own_indexer,
-    scorer,
-    v4_layer_spec,
-)
-from mla_portable.engine.entry import obstacle
+from mla_portable.engine.asked import indexer_requests, v4_layer_spec
 from mla_portable.engine.routing import decide_route, served_by, serving
-from mla_portable.engine.status import version_and_mode
+from mla_portable.engine.scorer import deep_gemm_serves, own_indexer, scorer
+from mla_portable.engine.status import choices, obstacle, version_and_mode
 from mla_portable.models import DEEPSEEK_V4
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry

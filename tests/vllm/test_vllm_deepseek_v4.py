@@ -26,9 +26,9 @@ from vllm_engine import CPU, make_config
 
 from mla_portable import use
 from mla_portable.attention import SlotAttention
+from mla_portable.cli.doctor.reading import in_log, in_metrics
 from mla_portable.contracts import InvalidArgument
 from mla_portable.engine.routing import serving
-from mla_portable.engine.serving import in_log, in_metrics
 from mla_portable.registry import Registry
 from mla_portable.vllm import indexer_choice, plugin, settings
 from mla_portable.vllm.status import vllm_status

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mla_portable.engine import serving
+from mla_portable.cli.doctor import reading
 from mla_portable.vllm import plugin, settings
 
 
@@ -58,10 +58,10 @@ def test_workers_reach_the_metrics_of_vllms_server_where_it_collects_those_of_al
     for _ in range(2):
         python(CHILD, **folder)
     text = python(SERVER, **folder).stdout
-    assert serving.in_metrics(text) == (serving.Serving("sparse_decode", "nvidia.native", "NVIDIA H200", 2),)
-    assert not serving.is_of_one_process(text)
+    assert reading.in_metrics(text) == (reading.Serving("sparse_decode", "nvidia.native", "NVIDIA H200", 2),)
+    assert not reading.is_of_one_process(text)
     alone = python(SERVER).stdout
-    assert serving.in_metrics(alone) == () and serving.is_of_one_process(alone)
+    assert reading.in_metrics(alone) == () and reading.is_of_one_process(alone)
 
 
 def test_a_metric_that_cannot_be_kept_is_a_warning(tmp_path: Path):

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from vllm_engine import make_builder, make_engine
 
-from mla_portable.engine import serving
+from mla_portable.cli.doctor import reading
 from mla_portable.engine.routing import serving as served_by
 from mla_portable.vllm import settings
 
@@ -22,10 +22,10 @@ def test_a_builder_sets_the_gauge_and_logs_a_line_that_is_read(caplog: pytest.Lo
     pairs = set(served_by(attention.route_decision))
     assert ("sparse_decode", "reference.torch") in pairs
     text = generate_latest(REGISTRY).decode()
-    found = [each for each in serving.in_metrics(text) if each.device == attention.facts.name]
+    found = [each for each in reading.in_metrics(text) if each.device == attention.facts.name]
     assert {(each.primitive, each.implementation) for each in found} >= pairs and {each.processes for each in found} == {1}
-    assert serving.is_of_one_process(text)
-    logged = serving.in_log(caplog.text.splitlines()).served
+    assert reading.is_of_one_process(text)
+    logged = reading.in_log(caplog.text.splitlines()).served
     assert {(each.primitive, each.implementation, each.device) for each in logged} == {
         (*p, attention.facts.name) for p in pairs
     }

@@ -3,5 +3,6 @@
 
 command    the options, and what is printed
 diagnosis  what is installed here, what works of it, what is wrong
+reading    what an engine's metrics and its log say
 running    an engine that runs, by its server's answers or by its log
 """

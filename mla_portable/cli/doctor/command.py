@@ -15,6 +15,7 @@ from rich.text import Text
 
 from mla_portable.cli.options import DeviceOption, JsonOption, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
+from mla_portable.models import DEEPSEEK_V32
 
 if TYPE_CHECKING:
     from mla_portable.cli.doctor.diagnosis import Choice, Diagnosis, TimesRead
@@ -218,12 +219,13 @@ def _engine(name: str, status: EngineStatus | None) -> Iterator[RenderableType]:
     alike = {(route, served) for _, _, route, served in status.choices}
     if len(alike) == 1:
         ((route, served),) = alike
-        yield hanging("  DeepSeek-V3.2", f"route {route or 'none'}, whatever the cache and the heads: {served}")
+        yield hanging(f"  {DEEPSEEK_V32.name}", f"route {route or 'none'}, whatever the cache and the heads: {served}")
     elif alike:
         rows = [
-            [layout, f"{heads} (TP {128 // heads})", route or "none", served] for layout, heads, route, served in status.choices
+            [layout, f"{heads} (TP {DEEPSEEK_V32.heads // heads})", route or "none", served]
+            for layout, heads, route, served in status.choices
         ]
-        yield "For DeepSeek-V3.2 it would choose"
+        yield f"For {DEEPSEEK_V32.name} it would choose"
         yield columns(["cache", "heads per GPU", "route", "served by"], rows)
     if status.indexer:
         yield f"DSA indexer in {name}: {status.indexer}"
