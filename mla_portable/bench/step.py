@@ -192,14 +192,13 @@ def run_step(
         workshop = Workshop(
             device, layer.facts, seed=shape.seed, check_rows=check_rows or shape.num_tokens, block_size=shape.block_size
         )
-        asked = _asked(layer)
-        needed = {asked["cache_write"], *(part.decision.request for part in layer.route_decision.verdict.parts)}
+        asked, needed = _asked(layer), {part.decision.request for part in layer.route_decision.verdict.parts}
 
         def run(name: str) -> PrimitiveResult:
             begin(name)
             problem = workshop.make(cases[name])
             request = asked.get(name, problem.request)
-            decision, on_route = demand.decide(request), request in needed
+            decision, on_route = demand.decide(request), request in needed or request.primitive is CACHE_WRITE
             implementation = demand.chosen(decision)
             if implementation is None:
                 return PrimitiveResult(name, on_route, decision, cases[name].shape)
@@ -223,19 +222,20 @@ def run_step(
 
 
 def _asked(layer: SparseMLAAttention) -> dict[str, Request]:
-    """What a layer asks of the registry, by the names of `step_cases`."""
-    spec = layer.spec
-    routes = route_requests(spec, layer.facts)
-    scale_format = spec.scale_format if LAYOUTS[spec.kv_layout].is_quantized else None
-    layout, size = spec.kv_layout, spec.block_size
-    return {
-        "cache_write": Request(CACHE_WRITE, layer.facts, kv_layout=layout, block_size=size, scale_format=scale_format),
+    """What a layer asks of the registry, by the names of `step_cases`; what its route has, as it was decided on."""
+    routes = route_requests(layer.spec, layer.facts)
+    requests = {
+        "cache_write": Request(CACHE_WRITE, layer.facts, **layer.spec.cache_facts()),
         "convert_indices": routes["workspace_convert" if layer.buffers.workspace is not None else "convert"],
         "gather_upconvert": routes["gather"],
         "sparse_decode": routes["decode"],
         "sparse_prefill (cache)": routes["cache_prefill"],
         "sparse_prefill (workspace)": routes["bf16_prefill"],
     }
+    # of several decode parts the first is that of the largest batches
+    parts = [part.decision.request for part in reversed(layer.route_decision.verdict.parts)]
+    decided = {(request.primitive, request.kv_layout): request for request in parts}
+    return {name: decided.get((request.primitive, request.kv_layout), request) for name, request in requests.items()}
 
 
 def _judge(inputs: StepInputs, rows: Tensor, out: Tensor, lse: Tensor) -> tuple[Finding, ...]:
