@@ -73,7 +73,7 @@ def cache_write(
 
 
 class Facts(NamedTuple):
-    """The fields of a Request that a call's arguments decide."""
+    """The fields of a Request that a call's arguments decide, here and of indexer_cache_write."""
 
     kv_layout: str
     block_size: int

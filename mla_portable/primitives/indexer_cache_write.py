@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from mla_portable.kit.rules import check_cache, check_dense
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, SCALE_FORMATS, layout_of
 from mla_portable.primitives._reference import isolated
-from mla_portable.primitives.cache_write import write_rows
+from mla_portable.primitives.cache_write import Facts, write_rows
 
 __all__ = ["INDEXER_CACHE_WRITE", "IndexerCacheWrite", "indexer_cache_write"]
 
@@ -60,16 +60,6 @@ def indexer_cache_write(
     """
     facts = check(k, index_cache, slot_mapping, scale_format)
     find(INDEXER_CACHE_WRITE, backend, k, facts).call(k, index_cache, slot_mapping, scale_format=scale_format)
-
-
-class Facts(NamedTuple):
-    """The fields of a Request that a call's arguments decide."""
-
-    kv_layout: str
-    block_size: int
-    cache_alignment: int
-    uneven_blocks: bool
-    scale_format: str | None
 
 
 def check(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> Facts:

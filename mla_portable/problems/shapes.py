@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Final
 
-from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.contracts import DeviceFacts, Implementation, Promises, Request
 from mla_portable.layouts import BF16, LAYOUTS, CacheLayout
 from mla_portable.problems.cover import Choice
 
@@ -15,6 +16,8 @@ TOPKS: Final = (64, 100, 128, 1024, 2048)
 BLOCK_SIZES: Final = (1, 16, 53, 64)
 QUERY_LENS: Final = (1, 2, 4)
 NARROW: Final = 8
+_PROMISED: Final[dict[str, Any]] = dict.fromkeys((each.name for each in fields(Promises)), True)
+"""What is promised where shapes are asked about: a promise refuses none."""
 
 Storage = tuple[str, str | None]
 """(kv, scale_format): a layout or `workspace_of` one; None for a layout without scales."""
@@ -33,7 +36,7 @@ def layout_of_storage(kv: str) -> str:
 
 def accepted(implementation: Implementation, facts: DeviceFacts, field: str, candidates: Sequence[Any]) -> list[Any]:
     """The candidates for one field of a Request that the implementation claims, each once, in order."""
-    base = Request(primitive=implementation.primitive, device=facts, finite_values=True)  # a promise refuses no shape
+    base = Request(implementation.primitive, facts, **_PROMISED)
     return [
         value
         for value in dict.fromkeys(candidates)

@@ -8,15 +8,20 @@ and every other backend, in float64 on the CPU. What it computes is in `mla_port
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from dataclasses import fields
+from typing import Any, Final
 
-from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.contracts import Features, Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.contracts.primitive import F
 
 __all__ = ["mla_portable_register"]
 
 _NAME: Final = "reference.torch"
 _PREFERENCE: Final = 1000.0
+_FEATURES: Final[dict[str, Any]] = dict.fromkeys((each.name for each in fields(Features)), True) | {
+    "batch_invariant": False,  # torch's products may sum in another order for other numbers of rows
+    "graph": False,  # it allocates as it goes, and loops on the host
+}
 
 
 @hookimpl
@@ -33,11 +38,8 @@ def _implementation(primitive: Primitive[F], reference: F) -> Implementation[F]:
         device_types=None,
         kv_layouts=None if primitive.cache else (),
         extra_cache=True,
-        nope=True,
-        seq_lens=True,
-        context_parallel=True,
-        graph=False,  # it allocates as it goes, and loops on the host
         needs_bf16=False,
+        **_FEATURES,
     )
     bind = _bind_to(reference, primitive.reference_float32)
     return Implementation(_NAME, primitive, support, bind, preference=_PREFERENCE)
