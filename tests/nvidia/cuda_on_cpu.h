@@ -147,8 +147,6 @@ static T atomicAdd(T* at, U value) { const T old = *at; *at += value; return old
 template <typename T, typename U>
 static T atomicOr(T* at, U value) { const T old = *at; *at |= value; return old; }
 template <typename T, typename U>
-static T atomicCAS(T* at, U expected, U value) { const T old = *at; if (old == (T)expected) *at = value; return old; }
-template <typename T, typename U>
 static T atomicMax(T* at, U value) { const T old = *at; *at = max(old, (T)value); return old; }
 
 struct Axis { operator unsigned() const { return (unsigned)(current % block_threads); } };
