@@ -120,9 +120,6 @@ static int __reduce_add_sync(unsigned, int value) {
 static unsigned __reduce_max_sync(unsigned, unsigned value) {
     return warp(value, [](const long long* of) { return (unsigned)*std::max_element(of, of + 32); });
 }
-static unsigned __reduce_or_sync(unsigned, unsigned value) {
-    return warp(value, [](const long long* of) { unsigned bits = 0; for (int i = 0; i < 32; ++i) bits |= (unsigned)of[i]; return bits; });
-}
 static unsigned __ballot_sync(unsigned, bool value) {
     return warp(value, [](const long long* of) { unsigned bits = 0; for (int i = 0; i < 32; ++i) bits |= (unsigned)of[i] << i; return bits; });
 }
@@ -146,8 +143,6 @@ template <typename T, typename U>
 static T atomicAdd(T* at, U value) { const T old = *at; *at += value; return old; }
 template <typename T, typename U>
 static T atomicOr(T* at, U value) { const T old = *at; *at |= value; return old; }
-template <typename T, typename U>
-static T atomicCAS(T* at, U expected, U value) { const T old = *at; if (old == (T)expected) *at = value; return old; }
 template <typename T, typename U>
 static T atomicMax(T* at, U value) { const T old = *at; *at = max(old, (T)value); return old; }
 

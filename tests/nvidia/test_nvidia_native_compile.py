@@ -38,7 +38,6 @@ from mla_portable_nvidia.native.sparse_decode import HEADERS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
 from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES
-from mla_portable_nvidia.native.sparse_prefill_union import ATTENDING, UNIONS
 from mla_portable_nvidia.native.topk_select import CANDIDATES, FEW_ROWS, MANY_ROWS, MAX_TOPK
 
 REGISTERS = 65_536
@@ -52,10 +51,9 @@ INDEXER = (*DECODE.values(), *PREFILL.values())
 MASKED = tuple(MASKED_PREFILL.values())
 SPILLED_BY_TOPK_SELECT = 8 if nvrtc_version() > (13, 0) else 0
 """Bytes of a thread: NVRTC 13.2, which torch 2.15 brings, keeps two words of `t1024-b2` in memory."""
-UNION = [build for build in ATTENDING if build.rows == FP8_DS_MLA.name]
 
 
-@pytest.fixture(scope="module", params=[*ALL, *TWO, *UNION], ids=lambda build: build.label)
+@pytest.fixture(scope="module", params=[*ALL, *TWO], ids=lambda build: build.label)
 def compiled(request):
     """(a build, its machine code)."""
     return request.param, kept_image(request.param, ARCHS["sm90"])
@@ -97,7 +95,7 @@ def test_registers_are_enough_and_come_to_no_more_than_a_multiprocessor_has(comp
 
 MACROS = {
     "sparse_decode_fp8": ("HT", "TILE"),
-    "sparse_decode_wide": ("OWN_HEADS", "STEP"),
+    "sparse_decode_wide": ("HT", "STEP"),
     "sparse_decode_bf16": ("HEADS", "TILE"),
 }
 """kernel -> heads of a block, tokens of a tile, as its source has them."""
@@ -108,7 +106,7 @@ ODD = (
 """Most of their shared memory is for the merging."""
 
 
-@pytest.mark.parametrize("build", [*ALL, *ODD, *ATTENDING], ids=str)
+@pytest.mark.parametrize("build", [*ALL, *ODD], ids=str)
 def test_shared_memory_is_what_the_source_lays_out(build):
     check_laid_out(build, "sm_90a", *MACROS[build.kernel])
 
@@ -175,7 +173,7 @@ def lines(capsys, *arguments):
 
 
 EVERYTHING = (
-    *(*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, *ATTENDING, *UNIONS, FEW_ROWS, MANY_ROWS, *INDEXER),
+    *(*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER),
     *(PACK_SELECTION, *MASKED),
 )
 WHOLE = {"sm80", "sm90"}
@@ -248,7 +246,7 @@ def test_a_build_that_does_not_fit_fails_the_command(capsys, monkeypatch):
     monkeypatch.setattr(compile_all, "SHARED_MEMORY", {"sm90": most - 1})
     code, made = lines(capsys, "--quick", "sm90")
     assert code == 1 and sorted(line["kernel"] for line in made) == sorted(
-        {build.kernel for build in (*ALL, *UNIONS, FEW_ROWS, *INDEXER, PACK_SELECTION, *MASKED)}
+        {build.kernel for build in (*ALL, FEW_ROWS, *INDEXER, PACK_SELECTION, *MASKED)}
     )
     refused = f"{most} bytes of shared memory, sm90 has {most - 1}: choose fewer stages"
     assert {line["error"] for line in made} == {"", refused}

@@ -24,7 +24,6 @@ from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementations
 from mla_portable_nvidia.native.pack_selection import pack_implementations
 from mla_portable_nvidia.native.runtime.images import VARIABLE as CACHE_VARIABLE
-from mla_portable_nvidia.native.sparse_prefill_union import union_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
 
 __all__ = ["mla_portable_register"]
@@ -39,7 +38,6 @@ def mla_portable_register(registrar: Registrar) -> None:
         *fa3_implementations(),
         *prompt_implementations(),
         *native_implementations(),
-        *union_implementations(),
         *sm80_implementations(),
         *topk_implementations(),
         *indexer_implementations(),

@@ -29,7 +29,6 @@ from mla_portable_nvidia.native.kernel_build import BLOCK_RESERVE, SM_SHARED_MEM
 from mla_portable_nvidia.native.masked_prefill import BUILDS as MASKED_PREFILL
 from mla_portable_nvidia.native.pack_selection import BUILD as PACK_SELECTION
 from mla_portable_nvidia.native.runtime.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
-from mla_portable_nvidia.native.sparse_prefill_union import ATTENDING, UNIONS
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS
 
 _WIDE: Final = ("sparse_decode_fp8", "sparse_decode_bf16", "sparse_decode_wide")
@@ -38,7 +37,6 @@ _SCORES: Final = ("indexer_logits_decode", "indexer_logits_prefill")
 KERNELS: Final[dict[str, tuple[str, ...]]] = {
     **{f"nvidia.{name} / sparse_{kind}": _WIDE for name in ("native", "native_wide") for kind in ("decode", "prefill")},
     **{f"nvidia.native_sm80 / sparse_{kind}": _SM80 for kind in ("decode", "prefill")},
-    "nvidia.native_union / sparse_prefill": ("sparse_decode_wide", "union_rows"),
     "nvidia.native / topk_select": ("topk_select",),
     "nvidia.native / indexer_logits": _SCORES,
     "nvidia.native / indexer_select": (*_SCORES, "topk_select"),
@@ -56,8 +54,6 @@ _BUILDS: Final[tuple[KernelBuild, ...]] = (
     *(build for builds in sparse_decode_sm80.BUILDS.values() for build in builds),
     *(replace(build, lists=2) for builds in sparse_decode_sm80.BUILDS.values() for build in builds),
     *sparse_decode_sm80.MERGES,
-    *ATTENDING,
-    *UNIONS,
     *(FEW_ROWS, MANY_ROWS),
     *(*DECODE.values(), *PREFILL.values()),
     PACK_SELECTION,

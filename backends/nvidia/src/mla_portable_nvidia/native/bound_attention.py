@@ -18,19 +18,19 @@ from mla_portable_nvidia.native.checks import index_of
 from mla_portable_nvidia.native.runtime.driver import Launches
 from mla_portable_nvidia.native.sparse_decode import Tensors, rows_of
 
-__all__ = ["LOG2_E", "BoundAttention", "check_cache", "layout_of", "lists_of", "rows_of_request"]
+__all__ = ["BoundAttention", "lists_of", "rows_of_request"]
 
-LOG2_E: Final = 1.4426950408889634
+_LOG2_E: Final = 1.4426950408889634
 
 
-def layout_of(request: Request) -> str:
+def _layout_of(request: Request) -> str:
     """The cache layout that a request is bound for."""
     return request.kv_layout or FP8_DS_MLA.name
 
 
 def rows_of_request(request: Request) -> str:
     """What kernels read of its cache, one of ROW_HEADERS."""
-    return rows_of(layout_of(request), nope=request.nope)
+    return rows_of(_layout_of(request), nope=request.nope)
 
 
 def lists_of(request: Request) -> int:
@@ -38,7 +38,7 @@ def lists_of(request: Request) -> int:
     return 2 if request.extra_cache else 1
 
 
-def check_cache(where: str, name: str, kv: Tensor, kv_layout: str) -> None:
+def _check_cache(where: str, name: str, kv: Tensor, kv_layout: str) -> None:
     """What the request that was bound says of a cache, for callers that bring another: a wrong one would lose the device.
 
     where, name: of the implementation and the argument, for errors. Raises: InvalidArgument.
@@ -71,7 +71,7 @@ class BoundAttention(ABC):
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._kv_layout, self._lists = layout_of(request), lists_of(request)
+        self._kv_layout, self._lists = _layout_of(request), lists_of(request)
         self._launches = Launches[Callable[..., None]]()
         self._load(index_of(request))
 
@@ -89,7 +89,7 @@ class BoundAttention(ABC):
 
     def _check(self, q: Tensor, kv_cache: Tensor, extra_kv_cache: Tensor | None, extra_indices: Tensor | None) -> None:
         """The call is one of those that were bound. Raises: InvalidArgument."""
-        check_cache(self.name, "kv_cache", kv_cache, self._kv_layout)
+        _check_cache(self.name, "kv_cache", kv_cache, self._kv_layout)
         lists = 1 if extra_kv_cache is None or extra_indices is None else 2
         if lists != self._lists:
             raise InvalidArgument(
@@ -99,7 +99,7 @@ class BoundAttention(ABC):
                 expected="what it was bound for: bind a request with extra_topk for calls with a second cache alone",
             )
         if extra_kv_cache is not None:
-            check_cache(self.name, "extra_kv_cache", extra_kv_cache, self._kv_layout)
+            _check_cache(self.name, "extra_kv_cache", extra_kv_cache, self._kv_layout)
         layout = LAYOUTS[self._kv_layout]
         width = layout.value_width if self._request.nope else layout.key_width
         if q.shape[-1] != width:
@@ -176,7 +176,7 @@ class BoundAttention(ABC):
             extra_at,
             0 if extra_indices is None else extra_indices.data_ptr(),
             0 if extra_lengths is None else extra_lengths.data_ptr(),
-            softmax_scale * LOG2_E,
+            softmax_scale * _LOG2_E,
         )
         return out, lse_out
 

@@ -31,7 +31,6 @@ __all__ = [
     "Cut",
     "builds",
     "choose",
-    "cut_of_build",
 ]
 
 FEW: Final = 32
@@ -139,21 +138,13 @@ def choose(
     """
     lists = 2 if extra_topk else 1
     keys = -(-topk // LIST_TILE) * LIST_TILE + extra_topk if extra_topk else topk
-    offered = ((build, rows * -(-num_heads // build.heads)) for build in builds(kv_rows, num_heads, lists))
-    found = (each for build, units in offered for each in _timed(build, units, keys, clusters, uniform))
+    found = (
+        (_time(cut, units, tiles, clusters), cut)
+        for build in builds(kv_rows, num_heads, lists)
+        for units, tiles in [(rows * -(-num_heads // build.heads), max(1, -(-keys // build.tile)))]
+        for cut in _cuts(build, units, tiles, clusters, uniform)
+    )
     return min(found, key=lambda each: each[0])[1]
-
-
-def cut_of_build(build: Build, *, units: int, keys: int, clusters: Clusters) -> Cut:
-    """The cut for `units` units of work of `keys` keys each, by one build."""
-    return min(_timed(build, units, keys, clusters, uniform=False), key=lambda each: each[0])[1]
-
-
-def _timed(build: Build, units: int, keys: int, clusters: Clusters, uniform: bool) -> Iterator[tuple[float, Cut]]:
-    """The cuts that a build allows, with their predicted times."""
-    tiles = max(1, -(-keys // build.tile))
-    for cut in _cuts(build, units, tiles, clusters, uniform):
-        yield _time(cut, units, tiles, clusters), cut
 
 
 def _cuts(build: Build, units: int, tiles: int, clusters: Clusters, uniform: bool) -> Iterator[Cut]:
