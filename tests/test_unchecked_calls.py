@@ -153,7 +153,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 @pytest.fixture(params=["off", "on"])
 def max_logits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, request.param)
+    monkeypatch.setenv(statistics.MAX_LOGITS.name, request.param)
     statistics.wants_max_logits.cache_clear()
     yield request.param == "on"
     statistics.wants_max_logits.cache_clear()

@@ -19,16 +19,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.models import DEEPSEEK_V32
-
 SEED: Final = 20261
 VOCAB: Final = 4096
 _FIRST_TOKEN: Final = 2  # 0 and 1 begin and end a text
 LAYERS: Final = 2
 HIDDEN, FEED_FORWARD, Q_RANK = 512, 1024, 256
-LATENT, INDEX_DIM = 512, 128
-NOPE, ROPE, VALUE = DEEPSEEK_V32.head_dims
-INDEX_HEADS, TOPK = DEEPSEEK_V32.index_heads, DEEPSEEK_V32.topk
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
+INDEX_HEADS, INDEX_DIM, TOPK = 64, 128, 2048
 
 _QUERY_GAIN: Final = 1.5  # attention logits get a spread of about 2: some tens of tokens dominate each row
 _OUTPUT_GAIN: Final = 4.0  # what attention adds is about as large as what it is added to

@@ -15,8 +15,6 @@ import torch
 from checkpoint import FEED_FORWARD, HIDDEN, INDEX_DIM, LATENT, Q_RANK, ROPE, TOPK, VOCAB, Weights, drawn
 from torch import Tensor
 
-from mla_portable.models import GLM_53_FLASH
-
 _STREAMS: Final = 4
 """Residual streams of the hyper-connections."""
 _COMMON: Final[dict[str, Any]] = {
@@ -52,7 +50,7 @@ _COMMON: Final[dict[str, Any]] = {
 
 _GLM_LAYERS: Final = 4
 """Three of linear attention and one of sparse MLA."""
-_GLM_WIDTHS: Final = *GLM_53_FLASH.head_dims, GLM_53_FLASH.index_heads
+_GLM_WIDTHS: Final = 256, 0, 256, 32
 """Of a head: without rope, with, and of the value; heads of the indexer."""
 _LINEAR_HEADS, _LINEAR_DIM, _CONVOLUTION = 4, 128, 4
 _POOL: Final = 4
