@@ -148,7 +148,7 @@ def test_a_reload_of_the_policy_empties_what_is_kept():
     registry, make = own(), Counted()
     before = registry.keep("writer", make)
     registry.reload_policy()
-    assert not registry.kept
+    assert not registry._kept
     after = registry.keep("writer", make)
     assert after is not before and registry.keep("writer", make) is after
 
@@ -175,7 +175,7 @@ def test_what_is_made_while_the_policy_changes_is_not_kept():
 
     first = registry.keep("writer", slowly)
     second = registry.keep("writer", make)
-    assert second is not first and list(registry.kept.values()) == [second]
+    assert second is not first and list(registry._kept.values()) == [second]
 
 
 def test_of_what_two_threads_make_at_once_both_get_the_first():
