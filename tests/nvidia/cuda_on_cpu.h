@@ -120,9 +120,6 @@ static int __reduce_add_sync(unsigned, int value) {
 static unsigned __reduce_max_sync(unsigned, unsigned value) {
     return warp(value, [](const long long* of) { return (unsigned)*std::max_element(of, of + 32); });
 }
-static unsigned __reduce_or_sync(unsigned, unsigned value) {
-    return warp(value, [](const long long* of) { unsigned bits = 0; for (int i = 0; i < 32; ++i) bits |= (unsigned)of[i]; return bits; });
-}
 static unsigned __ballot_sync(unsigned, bool value) {
     return warp(value, [](const long long* of) { unsigned bits = 0; for (int i = 0; i < 32; ++i) bits |= (unsigned)of[i] << i; return bits; });
 }

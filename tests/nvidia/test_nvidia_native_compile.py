@@ -95,7 +95,7 @@ def test_registers_are_enough_and_come_to_no_more_than_a_multiprocessor_has(comp
 
 MACROS = {
     "sparse_decode_fp8": ("HT", "TILE"),
-    "sparse_decode_wide": ("OWN_HEADS", "STEP"),
+    "sparse_decode_wide": ("HT", "STEP"),
     "sparse_decode_bf16": ("HEADS", "TILE"),
 }
 """kernel -> heads of a block, tokens of a tile, as its source has them."""

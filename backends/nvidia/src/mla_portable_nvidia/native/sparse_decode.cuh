@@ -12,11 +12,6 @@
 #ifndef PLACE                     // where a token of a warp's eight lies in a stage, in rows from the first of them
 #define PLACE(token) (token)
 #endif
-#ifndef SHARERS                   // tokens of which a block has the heads, over the union of their lists
-#define SHARERS 1
-#endif
-#define OWNERS_AT 28              // bits of an index, where several tokens share a list: whose key it is, one for each token
-#define PRESENCE_BYTES (SHARERS > 1 ? 4 : 1)   // which of eight tokens are there: a bit each, or four, whose key it is
 #ifndef READ_INDEX                // a plain load, of memory that changes while a kernel lives that starts early
 #define READ_INDEX(at) (*(at))
 #endif
@@ -148,7 +143,7 @@ __device__ __forceinline__ i64 row_at(const Cache& cache, int slot) {
 __device__ __forceinline__ i64 apart_at(const Cache& cache, int slot) {
     return slot / cache.block_size * cache.block_stride + (i64)cache.block_size * PITCH + slot % cache.block_size * APART;
 }
-// a place for a tile: where the rows of a warp's eight tokens go, where PRESENCE_BYTES of their presence; barriers that it is empty, from
+// a place for a tile: where the rows of a warp's eight tokens go, where the byte of their presence; barriers that it is empty, from
 // the phase of this parity on, and that it is full
 struct Stage {
     u32 rows, mask, empty, parity, full;
@@ -158,25 +153,14 @@ template <int BYTES>
 __device__ __forceinline__ void prefetch(const void* from) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(BYTES) : "memory");
 }
-// an index without the bits of those who share it
-__device__ __forceinline__ int slot_of(int index) { return SHARERS > 1 ? index & (1 << OWNERS_AT) - 1 : index; }
-__device__ __forceinline__ void prefetch_row(const Cache& cache, int index) {
-    const int slot = slot_of(index);
+__device__ __forceinline__ void prefetch_row(const Cache& cache, int slot) {
     if (slot >= 0 && slot < cache.num_slots) prefetch<ROW>(cache.rows + row_at(cache, slot));
 }
 // eight tokens of a tile by a warp, lanes 0 to 7 one each, once the stage is empty; `full` expects their bytes. An absent token
-// (negative, not below num_slots) becomes zeros and a 0 in what says its presence.
-__device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache& cache, int index, int lane) {
-    const int slot = slot_of(index);
+// (negative, not below num_slots) becomes zeros and a 0 in the byte of presence.
+__device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache& cache, int slot, int lane) {
     const bool valid = lane < 8 && slot >= 0 && slot < cache.num_slots;
     const u32 mask = __ballot_sync(~0u, valid);
-#if SHARERS > 1
-    using Presence = u32;
-    const Presence presence = __reduce_or_sync(~0u, valid ? (u32)index >> OWNERS_AT << lane * 4 : 0);
-#else
-    using Presence = u8;
-    const Presence presence = (u8)mask;
-#endif
     barrier_wait(to.empty, to.parity);
     if (mask != 0xffu) {
         for (int k = 0; k < 8; ++k)
@@ -187,7 +171,7 @@ __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache&
         __syncwarp();
     }
 #if VISIBLE
-    if (lane == 0) at<Presence>(smem, to.mask) = presence;
+    if (lane == 0) at<u8>(smem, to.mask) = (u8)mask;
     for (int k = 0; k < 8; ++k) {
         const uint4* row = reinterpret_cast<const uint4*>(cache.rows + row_at(cache, max(__shfl_sync(~0u, slot, k), 0)));
         if ((mask >> k) & 1)
@@ -201,7 +185,7 @@ __device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache&
     barrier_arrive(to.full);
 #else
     if (lane == 0) {
-        at<Presence>(smem, to.mask) = presence;
+        at<u8>(smem, to.mask) = (u8)mask;
         barrier_expect(to.full, ROW * __popc(mask));
     }
     __syncwarp();

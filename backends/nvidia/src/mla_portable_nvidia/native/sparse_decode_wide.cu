@@ -28,21 +28,11 @@
 // earlier halves count from there on, and each warpgroup applies that to its sums before it adds this half.
 //
 // An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
-//
-// With SHARERS above 1 (and LISTS 1) the 64 heads are those of SHARERS neighbouring query tokens, TOKEN_HEADS of each, over one list, the
-// union of theirs: q, out and lse are one row of all heads of all tokens, `indices` has a row for each block, and an index says in its
-// highest bits whose key it is. For the heads of the others the key scores -inf.
 
 #define TILE 32                   // tokens of a stage
 #include "sparse_decode.cuh"
 
-#if SHARERS == 1
-#define TOKEN_HEADS 64
-#endif
-#define HT 64                     // heads of a block, of which the first OWN_HEADS may exist
-#define OWN_HEADS (SHARERS * TOKEN_HEADS)
-// what is added to the scores of a lane's token k for heads 8 n and the next
-#define OFFSET(k, n) (SHARERS == 1 || mask >> ((k) * 8 + (n) * 8 / TOKEN_HEADS) & 1 ? e[k] : minus_infinity())
+#define HT 64                     // heads of a block
 #define STEP_STAGES 4
 #define CONSUMERS 256
 #define THREADS (CONSUMERS + 128)
@@ -65,8 +55,8 @@
 #define BACK_AT STATE_AT                         // [HT], until then: what scores are scaled by, where heads are far apart
 #define SINK_AT (STATE_AT + HT * 8)              // [HT]: as an exponent of 2
 #define UNIT_AT (SINK_AT + HT * 4)               // [2 steps][UNITS][128] float16: scales over 2^e; bfloat16 of columns without
-#define MASK_AT (UNIT_AT + 2 * UNITS * 128 * 2)      // PRESENCE_BYTES for eight tokens of a stage
-#define RISEN_AT (MASK_AT + (STAGES * PRESENCE_BYTES + 1) / 2 * 8)  // [2]: the last half of either parity that needs another level
+#define MASK_AT (UNIT_AT + 2 * UNITS * 128 * 2)      // a byte for eight tokens of a stage
+#define RISEN_AT (MASK_AT + (STAGES + 1) / 2 * 8)  // [2]: the last half of either parity that needs another level
 #define QTOP_AT (RISEN_AT + 8)                   // [8][2]: the largest and the least |q| of a warp's heads, as bits
 #define FULL_AT (QTOP_AT + 64)                   // a barrier for each stage
 #define EMPTY_AT (FULL_AT + STAGES * 8)          // likewise: its readers have left it
@@ -83,7 +73,6 @@
 #define LIMIT 14.f                // the largest exponent of a probability
 
 static_assert(FP8 && (SCALE_GROUP == 128 ? CODES == 512 : SCALE_GROUP == 64 && CODES == 448), "no such build");
-static_assert(SHARERS <= 4 && OWN_HEADS <= HT && TOKEN_HEADS % 8 == 0 && (SHARERS == 1 || LISTS == 1), "no such build");
 static_assert(SharedMemory<SHARED_BYTES, SHARED>::BYTES <= 227 << 10, "no such build");
 static_assert(WEIGHT_AT + MAX_SPLITS * HT * 4 <= LEVEL_AT, "what the end of a row still reads would be overwritten");
 
@@ -196,12 +185,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     const u32 shared = smem_u32(smem);
 
     const Work work = own_work(whole_clusters);
-    const Place here = place_of<OWN_HEADS>(work.unit, head_tiles, query_len);
-    const auto list_of = [&](u32 unit, const Place& place) { return SHARERS > 1 ? Place{0, (i64)unit, 0} : place; };  // the row of it
-    const int all_heads = num_heads;
-    if (SHARERS > 1) num_heads = min(num_heads, here.head0 + OWN_HEADS);
+    const Place here = place_of<HT>(work.unit, head_tiles, query_len);
     const List lists[LISTS] = {
-        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, list_of(work.unit, here), st),
+        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st),
 #if LISTS > 1
         second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk, here,
                     st),
@@ -223,8 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     const Row row = begin_row<STEP>(lists, work, group == 2, warp, lane);
     const int steps = (row.own.end - row.own.begin + STEP - 1) / STEP;
     if (thread < HT)
-        at<float>(smem, SINK_AT + thread * 4) =
-            SHARERS > 1 ? sink_of(sink, thread % TOKEN_HEADS, HT, 0, TOKEN_HEADS) : sink_of(sink, thread, HT, here.head0, num_heads);
+        at<float>(smem, SINK_AT + thread * 4) = sink_of(sink, thread, HT, here.head0, num_heads);
     __syncthreads();
 
     // ---- the warps that copy: eight tokens of a stage each
@@ -233,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         int stage = 0;
         u32 parity = 1;  // stages begin empty
         const auto next_stage = [&] {
-            const Stage to = {KV_AT + stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, MASK_AT + (stage * 4 + warp) * PRESENCE_BYTES,
+            const Stage to = {KV_AT + stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, MASK_AT + stage * 4 + warp,
                               shared + EMPTY_AT + stage * 8, parity, shared + FULL_AT + stage * 8};
             if (++stage == STAGES) stage = 0, parity ^= 1;
             return to;
@@ -243,13 +228,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         const auto bring_next = [&] {
             const Work later = own_work(whole_clusters, multiprocessors());
             if (later.unit >= clusters_launched() + whole_clusters * (blocks_of_cluster() - 1)) return;
-            const Place there = place_of<OWN_HEADS>(later.unit, head_tiles, query_len);
+            const Place there = place_of<HT>(later.unit, head_tiles, query_len);
             const int own = thread_again(), lane = own & 31, warp = own >> 5 & 3, head = there.head0 + warp * 16 + lane;
-            if (lane < 16 && head < (SHARERS > 1 ? min(all_heads, there.head0 + OWN_HEADS) : num_heads))
+            if (lane < 16 && head < num_heads)
                 prefetch<(512 + ROPE) * 2>(q + there.b * st.q_b + there.s * st.q_s + (i64)head * st.q_h);
-            if (SHARERS == 1 && there.head0 > 0) return;  // the block of the row's first heads brings the same rows
+            if (there.head0 > 0) return;  // the block of the row's first heads brings the same rows
             const List lists[LISTS] = {
-                first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, list_of(later.unit, there), st),
+                first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, there, st),
 #if LISTS > 1
                 second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk,
                             there, st),
@@ -356,12 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             if (wrapped) own -= STAGES;
             barrier_wait(shared + FULL_AT + own * 8, parity ^ (u32)wrapped);
             const u32 from = KV_AT + own * STAGE_BYTES + ((warp8 & 1) * 16 + t) * ROW_STRIDE;
-#if SHARERS > 1
-            const u32 owners = MASK_AT + (own * 4 + (warp8 & 1) * 2) * PRESENCE_BYTES;
-            mask = (at<u32>(smem, owners) >> t * 4 & 15) | (at<u32>(smem, owners + PRESENCE_BYTES) >> t * 4 & 15) << 8;
-#else
             mask = at<u32>(smem, MASK_AT + own * 4) >> ((warp8 & 1) * 16 + t);
-#endif
             uint4 v[2], next[2];  // 16 columns of either token, four steps of depth 16, and the ones after them
             // where this lane's bytes of 64 columns begin in a row
             const auto place = [&](int n) {
@@ -493,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         float f[2], e[2];  // score + e = x f + e
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const bool present = (mask >> (k * 8)) & ((1 << SHARERS) - 1);
+            const bool present = (mask >> (k * 8)) & 1;
             const int exponent = 127 - (int)(__float_as_uint(back[k]) >> 23);
             f[k] = present ? score_scale * power(exponent) : 0.f;
             e[k] = present ? (float)exponent : minus_infinity();
@@ -513,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     float y[4];
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
-                        y[k] = x[(n + m * 4) * 4 + k] * f[k >> 1] + OFFSET(k >> 1, n + m * 4) - (k & 1 ? level.y : level.x);
+                        y[k] = x[(n + m * 4) * 4 + k] * f[k >> 1] + e[k >> 1] - (k & 1 ? level.y : level.x);
                         top = fmaxf(top, y[k]);
                         y[k] = exp2_(y[k]);
                     }
@@ -558,7 +538,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
             for (int k = 0; k < 16; ++k) {
                 const int n = k >> 1, i = k & 1;
-                float top = fmaxf(x[n * 4 + i] * f[0] + OFFSET(0, n), x[n * 4 + i + 2] * f[1] + OFFSET(1, n));
+                float top = fmaxf(x[n * 4 + i] * f[0] + e[0], x[n * 4 + i + 2] * f[1] + e[1]);
 #pragma unroll
                 for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
                 if (t == 0) at<float>(smem, TOP_AT + (warp8 * HT + n * 8 + 2 * c + i) * 4) = top;
@@ -683,6 +663,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     }
 
     const Work done = own_work(whole_clusters);
-    const Place where = place_of<OWN_HEADS>(done.unit, head_tiles, query_len);
-    finish(smem, acc, total, out, lse_out, SHARERS > 1 ? min(num_heads, where.head0 + OWN_HEADS) : num_heads, done, where, st);
+    const Place where = place_of<HT>(done.unit, head_tiles, query_len);
+    finish(smem, acc, total, out, lse_out, num_heads, done, where, st);
 }
