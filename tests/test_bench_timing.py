@@ -329,24 +329,3 @@ def test_plain_torch_is_timed_on_a_gpu_where_it_is_named_and_a_plugin_that_was_n
         found, refused = our_candidates(problem, registry, torch.device("cpu"), backends)
         assert [each.name for each in found] == wanted
         assert [each.name for each in refused] == ([] if wanted else ["reference.torch"])
-
-
-@pytest.mark.parametrize(
-    ("backends", "wanted"),
-    [
-        ((), ["acme.v1"]),
-        (("acme",), ["acme.v1"]),
-        (("acme.odd",), ["acme.odd"]),
-        (("acme", "acme.odd"), ["acme.odd", "acme.v1"]),
-    ],
-)
-def test_what_is_never_chosen_automatically_is_timed_where_it_is_named(backends, wanted):
-    """Else the fastest time of a run would be of what nobody gets."""
-    plugin = make_plugin(implementation("acme.v1"), implementation("acme.odd", automatic=False))
-    registry = Registry(plugins=[("acme", plugin)], facts={"cuda": H200}, environ={})
-    problem = SimpleNamespace(request=Request(MERGE_STATES, H200, lse=True))
-    found, refused = our_candidates(problem, registry, torch.device("cpu"), backends)
-    assert [each.name for each in found] == wanted
-    unnamed = [str(reason) for each in refused if each.name == "acme.odd" for reason in each.reasons]
-    asked = not backends or "acme" in backends
-    assert unnamed == (["choice not named (serves only where it is named)"] if asked and "acme.odd" not in wanted else [])

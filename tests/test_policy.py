@@ -188,31 +188,6 @@ def test_even_a_forced_choice_does_not_take_what_is_disabled():
 # Typos
 
 
-def test_what_is_not_automatic_serves_by_its_own_name_alone():
-    """The least cost does not choose it, nor does its backend's name; every explanation lists it; alone it says what to do."""
-    offered = [
-        implementation("alpha.v1", SPARSE_DECODE, preference=10),
-        implementation("alpha.exact_no", SPARSE_DECODE, preference=1, automatic=False),
-    ]
-    reg = Registry(plugins=[("alpha", make_plugin(*offered))], facts={"cuda": H200}, environ={})
-    for backend in (None, "alpha", "auto"):
-        decision = reg.decide(DECODE, backend=backend, thorough=True)
-        verdicts = {each.implementation: each for each in decision.verdicts}
-        assert decision.chosen == "alpha.v1" and verdicts["alpha.exact_no"].named_only and verdicts["alpha.exact_no"].can_run
-        assert not decision.was_fallback and not verdicts["alpha.v1"].named_only
-        assert "can run where it is named" in decision.text()
-        assert [each["named_only"] for each in decision.as_dict()["candidates"]].count(True) == 1
-    named = reg.decide(DECODE, backend="alpha.exact_no")
-    assert named.chosen == "alpha.exact_no" and not named.verdicts[0].named_only
-    with use("alpha.exact_no"):
-        assert choice(reg)[0] == "alpha.exact_no"
-    alone = Registry(plugins=[("alpha", make_plugin(offered[1]))], facts={"cuda": H200}, environ={})
-    refused = alone.decide(DECODE)
-    assert refused.chosen is None and 'backend="alpha.exact_no"' in refused.failure_text()
-    by_backend = alone.decide(DECODE, backend="alpha").text()
-    assert "only where it is named" in by_backend and "not offered" not in by_backend
-
-
 def test_an_unknown_backend_is_an_error_in_every_layer():
     for environ in (
         {"MLA_PORTABLE_BACKEND": "gama"},

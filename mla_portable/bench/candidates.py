@@ -52,8 +52,7 @@ def our_candidates(
     Numeric probes are left out: the benchmark judges each result itself, on a larger problem.
 
     Args:
-        backends: names of backends or implementations to consider; empty means all that may be chosen without being named
-            (`Implementation.automatic`), as their times stand for what users get.
+        backends: names of backends or implementations to consider; empty means all.
     """
     named = next(iter(backends), "auto")  # every candidate gets a verdict all the same; a named reference is timed on a GPU too
     decision = registry.decide(problem.request.but(lse=False), backend=named, probe=False, thorough=True)
@@ -66,18 +65,14 @@ def our_candidates(
             continue
         if backends and implementation.name not in backends and implementation.backend not in backends:
             continue
-        reasons = verdict.reasons
-        if not reasons and not implementation.automatic and implementation.name not in backends:
-            remedy = f"--backend {implementation.name} times it"
-            reasons = (Reason("choice", "not named", "serves only where it is named", remedy),)
-        if not reasons:
+        if verdict.can_run:
             bind = partial(registry.bind_implementation, implementation)
             remark = "" if implementation.support.lse or not problem.request.lse else "returns no lse"
             request = registry.configured(implementation, problem.request.but(lse=False))
             prepare = partial(prepared, problem, implementation, request, bind, device)
             found.append(Candidate(implementation.name, implementation, remark, prepare))
         elif not any(implementation.support.device_reasons(problem.request.device)):
-            refused.append(Refusal(implementation.name, reasons))
+            refused.append(Refusal(implementation.name, verdict.reasons))
     return found, refused
 
 

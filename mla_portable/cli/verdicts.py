@@ -63,7 +63,7 @@ def cost_lines(decisions: Iterable[Decision]) -> Iterator[RenderableType]:
 
 def _words(decision: Decision, verdict: Verdict, state: State | None) -> str:
     chosen = verdict.implementation == decision.chosen
-    words = ("would be tried first" if chosen else "not checked") if state else ("chosen" if chosen else verdict.ability)
+    words = ("would be tried first" if chosen else "not checked") if state else ("chosen" if chosen else "can run")
     words = "; ".join(map(str, verdict.reasons)) or words
     where = state(decision, verdict.implementation) if state else None
     times = verdict.cost_source.partition(_TIMES)[2].rstrip(";")

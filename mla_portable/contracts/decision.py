@@ -33,7 +33,6 @@ class Verdict:
         cost_source: "declared" or the record it was measured in.
         fits_device: no reason comes from the device alone.
         passed_over: it ranks before what was chosen; where that was measured, so was this.
-        named_only: it serves only where it is named (`Implementation.automatic`), and was not.
     """
 
     implementation: str
@@ -42,16 +41,10 @@ class Verdict:
     cost_source: str = "declared"
     fits_device: bool = True
     passed_over: bool = False
-    named_only: bool = False
 
     @property
     def can_run(self) -> bool:
         return not self.reasons
-
-    @property
-    def ability(self) -> str:
-        """How what can run and is not chosen is called."""
-        return "can run where it is named" if self.named_only else "can run"
 
     @property
     def measured(self) -> bool:
@@ -165,7 +158,7 @@ class Decision:
                 of = v.implementation.partition(".")[0], vendor
                 elsewhere[of] = elsewhere.get(of, 0) + 1
                 continue
-            state = "; ".join(map(str, v.reasons)) or ("chosen" if v.implementation == self.chosen else v.ability)
+            state = "; ".join(map(str, v.reasons)) or ("chosen" if v.implementation == self.chosen else "can run")
             lines.append(f"  {v.implementation:<{width}}  {state} [{v.cost_source} cost {v.cost:g}]")
         for (backend, vendor), count in elsewhere.items():
             lines.append(f"  {backend:<{width}}  {vendor}: {count} implementation{'s'[: count > 1]}")
@@ -186,7 +179,6 @@ class Decision:
                 {
                     "implementation": v.implementation,
                     "can_run": v.can_run,
-                    "named_only": v.named_only,
                     "cost": v.cost if math.isfinite(v.cost) else None,
                     "cost_source": v.cost_source,
                     "reasons": [

@@ -61,8 +61,6 @@ class Implementation(Generic[F]):
         schedule_kind: what `schedule=` of sparse_decode takes, and who plans it; None where any is ignored.
         prefills_as: of sparse_decode, the name of the sparse_prefill that is the same kernel on the same cache, so that one
             call may serve a step's decodes and prefills together; "" for none.
-        automatic: it may be chosen without being named. False for what a user has to decide: it is faster for some inputs and
-            slower for others of the same shape, or its results are less exact. Naming the backend alone does not choose it.
     """
 
     name: str
@@ -73,7 +71,6 @@ class Implementation(Generic[F]):
     preference: float = 50.0
     schedule_kind: ScheduleKind | None = None
     prefills_as: str = ""
-    automatic: bool = True
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

@@ -77,7 +77,6 @@ class _Candidate:
     checked: bool = False
     probed: bool = False
     passed_over: bool = False
-    named_only: bool = False
 
     def examine(self, check: Finding | None, probe: Finding | None) -> None:
         """Ask the machine, once each: `check` where the device is right, `probe` where nothing speaks against a run."""
@@ -93,8 +92,7 @@ class _Candidate:
         return Standing(self.measured, self.cost)
 
     def verdict(self) -> Verdict:
-        ranks = (self.cost, self.cost_source, self.fits_device, self.passed_over, self.named_only)
-        return Verdict(self.implementation.name, self.reasons, *ranks)
+        return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source, self.fits_device, self.passed_over)
 
 
 def decide(
@@ -119,18 +117,15 @@ def decide(
         plugin_failures: (plugin, what became of it), handed through to the decision.
     Returns: the first candidate without a reason, by `Ranking`, then declared cost, then name; among the forced ones when a
         backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device was checked.
-        An automatic choice gives an accelerator to the reference only where no other candidate fits the device. What is not
-        automatic (`Implementation.automatic`) is chosen by its own name alone, and otherwise gets a verdict as any other.
+        An automatic choice gives an accelerator to the reference only where no other candidate fits the device.
     """
     everyone = list(candidates)
     rule = policy.rule_for(request.primitive)
     ranked = [_first_look(c, request, policy, costs) for c in everyone if c.primitive is request.primitive]
     unloaded = _unloaded(policy, everyone)
-    for candidate in ranked:
-        candidate.named_only = not candidate.implementation.automatic and rule.target != candidate.implementation.name
     if rule.target == AUTO:
         _reserve_reference(ranked, request.device, maybe_others=bool(unloaded))
-    compared = [c for c in ranked if not c.reasons and not c.named_only]
+    compared = [c for c in ranked if not c.reasons]
     ranking = Ranking(c.standing for c in compared)
     _tell_ties([c for c in compared if ranking.tied(c.standing)])
 
@@ -138,7 +133,7 @@ def decide(
         return ranking.key(c.standing), c.implementation.preference, c.implementation.name
 
     ranked.sort(key=rank)
-    pool = [c for c in ranked if rule.target in (AUTO, c.implementation.backend, c.implementation.name) and not c.named_only]
+    pool = [c for c in ranked if rule.target in (AUTO, c.implementation.backend, c.implementation.name)]
     chosen: _Candidate | None = None
     for candidate in pool:
         candidate.examine(check, probe)
@@ -148,17 +143,13 @@ def decide(
     if chosen is not None:
         for candidate in pool[: pool.index(chosen)]:
             candidate.passed_over = candidate.measured or not chosen.measured
-    if chosen is None:
-        for candidate in filter(lambda c: c.named_only, ranked):
-            candidate.reasons += (_unnamed(candidate.implementation.name, rule.target),)
     if thorough or chosen is None:
         for candidate in ranked:
             candidate.examine(check, probe if thorough else None)
     forced = None if rule.target == AUTO else rule.target
     verdicts = [c.verdict() for c in sorted(ranked, key=lambda c: (c not in pool, bool(c.reasons)))]
     verdicts += unloaded
-    known = {v.implementation for v in unloaded} | {c.implementation.backend for c in ranked if c.named_only}
-    if forced and not pool and forced not in known:
+    if forced and not pool and forced not in {v.implementation for v in unloaded}:
         verdicts.insert(0, _not_offered(forced, request.primitive, everyone, policy))
     return Decision(
         request=request,
@@ -175,12 +166,6 @@ def _unloaded(policy: Policy, everyone: Sequence[Implementation]) -> list[Verdic
     loaded = {each.backend for each in everyone}
     names = {name: control for name, control in policy.disabled if name.partition(".")[0] not in loaded}
     return [Verdict(name, (disabled_reason(name, control, name),), math.inf) for name, control in names.items()]
-
-
-def _unnamed(name: str, target: str) -> Reason:
-    """Against what waits for its name, where nothing else serves."""
-    given = "automatic" if target == AUTO else f"by the name {target}"
-    return Reason("choice", given, "serves only where it is named", f'backend="{name}" chooses it')
 
 
 def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *, maybe_others: bool) -> None:
