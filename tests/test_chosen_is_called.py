@@ -149,3 +149,17 @@ def test_the_parts_of_prompts():
 
         layer(q, *new, project, cache, None, plan)
         assert [name for name, _ in pair.calls] == expected
+
+
+@pytest.mark.parametrize(("route", "gathers"), [("direct", False), ("fused", False), ("split", True)])
+def test_a_forced_route_asks_for_nothing_of_the_others(route: str, gathers: bool, monkeypatch: pytest.MonkeyPatch):
+    """Each answer may take a probe."""
+    registry = Registry(plugins=[("reference", mla_portable.reference)], environ={}, probe=False)
+    asked = list[Request]()
+    decide = Registry.decide
+    monkeypatch.setattr(
+        Registry, "decide", lambda self, request, **named: asked.append(request) or decide(self, request, **named)
+    )
+    SparseMLAAttention(replace(SPEC, route=route), device=CPU, registry=registry)
+    assert any(str(request.primitive) == "gather_upconvert" for request in asked) is gathers
+    assert any(request.kv_layout == "bf16" for request in asked) is gathers

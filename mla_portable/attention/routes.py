@@ -102,7 +102,6 @@ def choose_route(
     memory_share = workspace_bytes / device.memory_bytes if device.memory_bytes else 0.0
     converts = clean_slots is None
     to_slots = Converter.of(requests["convert"], registry) if converts else None
-    to_rows = Converter.of(requests["workspace_convert"], registry) if converts else None
 
     def attention(request: Request, converter: Converter | None = to_slots, *, clean: bool = True) -> Decision:
         """On sparse_decode or sparse_prefill, over the indices of that converter, or over those of the caller."""
@@ -116,10 +115,19 @@ def choose_route(
             return parts
         return RoutePart("convert", converter.decision(part.decision for part in parts)), *parts
 
+    # what only routes with a workspace have is asked for where one is considered: each answer may take a probe
+
+    def to_rows() -> Converter | None:
+        return Converter.of(requests["workspace_convert"], registry) if converts else None
+
+    def gathered() -> Decision:
+        return attention(requests["bf16_prefill"], to_rows(), clean=False)
+
+    def gather() -> Decision:
+        return registry.decide(requests["gather"])
+
     decode = attention(requests["decode"])
     in_place = attention(requests["cache_prefill"])
-    gathered = attention(requests["bf16_prefill"], to_rows, clean=False)
-    gather = registry.decide(requests["gather"])
 
     def fused() -> RouteVerdict:
         kind = registry.schedule_kind(decode)
@@ -139,40 +147,40 @@ def choose_route(
         return _verdict("direct", parts, against, note="sparse_prefill serves decode tokens too")
 
     def split() -> RouteVerdict:
-        of_cache = [attention(requests[name], to_rows) for name in ("decode", "cache_prefill")]
-        parts = RoutePart("decode", of_cache[0], 1.0), RoutePart("prefill", gathered, 1.0)
-        parts = *parts, RoutePart("gather", gather, _GATHER_PREFILL)
+        of_cache = [attention(requests[name], to_rows()) for name in ("decode", "cache_prefill")]
+        parts = RoutePart("decode", of_cache[0], 1.0), RoutePart("prefill", gathered(), 1.0)
+        parts = *parts, RoutePart("gather", gather(), _GATHER_PREFILL)
         times = prefill_times(of_cache[1])
         against = *_gather_without_use(spec), *_workspace_too_small(spec, times)
         if times is None:
-            return _verdict("split", behind(to_rows, *parts), against)
+            return _verdict("split", behind(to_rows(), *parts), against)
         parts = *parts, RoutePart("in_place", of_cache[1])
         note = "a chunk that is faster on the cache itself, by the times on record, is not gathered"
-        return replace(_verdict("split", behind(to_rows, *parts), against, note=note), prefill_times=times)
+        return replace(_verdict("split", behind(to_rows(), *parts), against, note=note), prefill_times=times)
 
     def prefill_times(of_cache: Decision) -> PrefillTimes | None:
         """Of the two ways of a prefill, where both and the gather were timed and results may depend on the batch."""
         if spec.route != AUTO_ROUTE or spec.batch_invariant or not spec.layout.is_quantized:
             return None
-        us = [registry.times(each) for each in (of_cache, gathered, gather)]
+        us = [registry.times(each) for each in (of_cache, gathered(), gather())]
         return PrefillTimes(*map(Times, us)) if all(us) else None
 
     def upconvert() -> RouteVerdict:
-        parts = RoutePart("prefill", gathered, _OTHER_KERNEL), RoutePart("gather", gather, 1.0)
+        parts = RoutePart("prefill", gathered(), _OTHER_KERNEL), RoutePart("gather", gather(), 1.0)
         against = *_gather_without_use(spec), *_workspace_too_small(spec, None)
         if spec.graph:
             limit = "upconvert gathers as many rows as the batch has, which no graph can"
             against = (*against, Reason("graph", "yes", limit, "set graph=False, or take another route"))
         note = "every step gathers every context"
-        return _verdict("upconvert", behind(to_rows, *parts), against, fixed_cost=_EVERY_STEP, note=note)
+        return _verdict("upconvert", behind(to_rows(), *parts), against, fixed_cost=_EVERY_STEP, note=note)
 
     def completed(verdict: RouteVerdict) -> RouteVerdict:
         """The verdict with its workspace, and a reason for each forced backend that the route does not use."""
         if verdict.part("gather"):
             verdict = replace(verdict, workspace_bytes=workspace_bytes, memory_share=memory_share)
-        forcible = [decode, in_place if in_place.chosen else gathered]
+        forcible = [decode, in_place if in_place.chosen else gathered()]
         if spec.route == AUTO_ROUTE and spec.layout.is_quantized:
-            forcible.append(gather)
+            forcible.append(gather())
         present = [each.decision for each in verdict.parts]
         against = [reason for decision in forcible for reason in forced_but_unused(decision, present)]
         return replace(verdict, reasons=(*verdict.reasons, *against)) if against else verdict
@@ -183,7 +191,7 @@ def choose_route(
     best, *others = _ranked(considered)
     largest = best.part("decode")
     if best.can_run and largest and not spec.batch_invariant:
-        converter = to_rows if best.part("gather") else to_slots
+        converter = to_rows() if best.part("gather") else to_slots
         fewer = _by_rows(requests["decode"], largest.decision, registry, partial(attention, converter=converter))
         if fewer:
             kept = [part for part in best.parts if part.role != "convert"]
