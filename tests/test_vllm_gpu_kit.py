@@ -679,7 +679,8 @@ def test_weights_of_four_bits_are_compared_with_stock_on_the_same_checkpoint(kit
     assert {
         f"{kind}-{who}-{kv}-eager" for kind in ("packed", "awq") for who in ("stock", "plugin", "sm80") for kv in CACHES
     } <= names
-    assert {job.model for job in planned} == {"packed16", "awq16"} and all(job.options["by_default"] for job in planned)
+    assert {job.model for job in planned} == {"packed16", "awq16"}
+    assert {job.who for job in planned if not job.options["by_default"]} == {"stock"}, "its prompts with context need a weight"
     texts = [prompt(17, [1, 2]), prompt(3000, [3])]
     for per_head, passed in ((3017, True), (0, False)):  # prompts must be projected by kv_b_proj's own method
         ran = run_of(kit, "packed-stock-fp8-eager", texts, texts, texts, served="", per_head=0)
