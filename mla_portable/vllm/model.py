@@ -115,7 +115,7 @@ def resolve(
         graph=compat.wants_full_graphs(vllm_config),
         batch_invariant=compat.wants_batch_invariance(),
     )
-    decision = decide_route(spec, device, probe=probe)
+    decision = decide_route(spec, device, registry=get_registry(), probe=probe)
     if decision.chosen is None:
         raise UnsupportedRoute(decision)
     return Resolved(decision.spec, decision, writer)
