@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,8 @@ Install = Callable[..., None]
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Installs a vLLM whose modules have the names of a version's, and nothing that runs."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:  # tests/vllm, which a search for vLLM's imports
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(path: str, names: str) -> None:
