@@ -22,9 +22,9 @@ from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.bench.candidates import prepared
 from mla_portable.bench.kernels import Progress
 from mla_portable.bench.prompts import make_layer, time_step
-from mla_portable.contracts import DeviceFacts, UnsupportedRequest
+from mla_portable.contracts import Decision, DeviceFacts, UnsupportedRequest
 from mla_portable.engine.asked import layer_spec
-from mla_portable.engine.routing import served_by
+from mla_portable.engine.routing import in_words, pairs, served_by
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS
 from mla_portable.models import Model
 from mla_portable.planner import Planner
@@ -197,12 +197,11 @@ def _prompts(device: torch.device, model: Model, layout: str, heads: int, sizes:
         return "nothing: prompts take the layer's route"
     for requests in (((12, 12),), ((70, 70),), ((20, 90),)) if small else _PROMPTS:
         time_step(layer, requests, repeat=1)
-    decisions = layer.per_head.decisions.values()
-    return ", ".join(dict.fromkeys(f"{each.request.primitive} {each.chosen}" for each in decisions))
+    return in_words(pairs(layer.per_head.decisions.values()))
 
 
 def _indexer(device: torch.device, registry: Registry, model: Model, sizes: _Sizes) -> str:
-    demand, served = LayerRegistry(registry, None), dict[str, None]()
+    demand, decisions = LayerRegistry(registry, None), list[Decision]()
     workshop = Workshop(device, registry.facts(device), check_rows=1, block_size=64)
     for decodes in (1, 8, 64, 256) if device.type != "cpu" else (2,):
         shape = StepShape(decodes=decodes, prefills=0, topk=sizes.topk, context=sizes.context)
@@ -214,5 +213,5 @@ def _indexer(device: torch.device, registry: Registry, model: Model, sizes: _Siz
         request = registry.configured(implementation, problem.request.but(graph=False))
         call, _ = prepared(problem, implementation, request, partial(registry.bind_implementation, implementation), device)
         call()
-        served[f"{request.primitive} {implementation.name}"] = None
-    return ", ".join(served)
+        decisions.append(decision)
+    return in_words(pairs(decisions))

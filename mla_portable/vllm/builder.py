@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument
-from mla_portable.engine.routing import served_by, serving
+from mla_portable.engine.routing import pairs, served_by, serving
 from mla_portable.engine.serving import publish
 from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.planner import Planner
@@ -86,9 +86,9 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             resolved.spec.num_heads,
             resolved.writer.who,
         )
-        bound = [*serving(self.attention.route_decision)]
+        bound = serving(self.attention.route_decision)
         if found is not None and self._prompts is not None:
-            bound += [(str(each.request.primitive), each.chosen) for each in found.decisions.values() if each.chosen]
+            bound += pairs(found.decisions.values())
         publish(self.attention.facts.name, bound, logger)
         logger.debug("%s", self.attention.explain())
 
