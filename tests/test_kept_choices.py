@@ -144,6 +144,14 @@ def test_equal_keys_are_made_once():
     assert own().keep(("writer", 1), make) is not kept, "each registry keeps its own"
 
 
+def test_nothing_is_kept_as_well():
+    """That an engine's own kernels serve is an answer, too."""
+    registry, asked = own(), list[int]()
+    for _ in range(2):
+        assert registry.keep("stock serves", lambda: asked.append(1)) is None
+    assert asked == [1]
+
+
 def test_a_reload_of_the_policy_empties_what_is_kept():
     registry, make = own(), Counted()
     before = registry.keep("writer", make)

@@ -122,9 +122,8 @@ class LayerRegistry:
         return self.bound(self.decide(request), request.primitive)
 
     def chosen(self, decision: Decision) -> Implementation | None:
-        """The implementation that a decision chose, if it chose one."""
-        offered = self._registry.implementations(decision.request.primitive)
-        return next((found for found in offered if found.name == decision.chosen), None)
+        """As `Registry.chosen`."""
+        return self._registry.chosen(decision)
 
     def times(self, decision: Decision) -> Mapping[int, float]:
         """Rows -> microseconds of the chosen implementation, as far as they were measured."""

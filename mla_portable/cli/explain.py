@@ -266,14 +266,13 @@ def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
 
 def _tuned(decision: Decision | RouteDecision) -> Configured | None:
     """The configuration that files of times have for the chosen implementation; None without one, and for a route."""
-    from mla_portable.attention.layer_registry import LayerRegistry
     from mla_portable.contracts import Decision
     from mla_portable.dispatch import current_registry
 
     if not isinstance(decision, Decision):
         return None
     registry = current_registry()
-    chosen = LayerRegistry(registry, None).chosen(decision)
+    chosen = registry.chosen(decision)
     return chosen and registry.tuned(chosen, decision.request)
 
 

@@ -62,6 +62,9 @@ _REQUEST: Final = "a mla_portable.contracts.Request"
 _IMPLEMENTATION: Final = "an Implementation, one of `Registry.implementations()`"
 _REENTERED: Final = "the registry was asked for while it is being built: a plugin's hook may only register"
 
+_NOTHING: Final = object()
+"""Is not kept for a key; None may be."""
+
 K = TypeVar("K")
 T = TypeVar("T")
 _Key = tuple[Request, "str | None", tuple[Rule, ...]]
@@ -236,8 +239,8 @@ class Registry:
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, once for equal keys while the policy in force stays the same: for what a caller binds for many calls."""
         generation, whole = self._generation, (key, self.choice_token())
-        found = self._kept.get(whole)
-        return self._keep(self._kept, whole, make(), generation) if found is None else found
+        found = self._kept.get(whole, _NOTHING)
+        return self._keep(self._kept, whole, make(), generation) if found is _NOTHING else found
 
     def device_types(self) -> list[str]:
         """The device types that torch or a plugin's declaration names, torch's accelerator first, "cpu" last."""
@@ -323,7 +326,7 @@ class Registry:
         if known is None:
             generation = self._generation
             decision = self._decide(key)
-            known = self._named(request.primitive, decision.chosen), decision
+            known = self.chosen(decision), decision
             self._log_once(decision)
             self._keep(self._selected, key, known, generation)
         chosen, decision = known
@@ -331,8 +334,9 @@ class Registry:
             raise UnsupportedRequest(decision)
         return chosen, decision
 
-    def _named(self, primitive: Primitive[F], name: str | None) -> Implementation[F] | None:
-        return next((i for i in self.implementations(primitive) if i.name == name), None)
+    def chosen(self, decision: Decision) -> Implementation | None:
+        """The implementation that a decision chose; None where it chose nothing."""
+        return next((i for i in self.implementations(decision.request.primitive) if i.name == decision.chosen), None)
 
     def resolve(self, request: Request[F], *, backend: str | None = None) -> Bound[F]:
         """What serves `request`: callable, implementation and decision.
@@ -351,7 +355,7 @@ class Registry:
             implementation's own `bind` raises.
         """
         request = decision.request.of(primitive)
-        implementation = self._named(primitive, decision.chosen)
+        implementation = self.chosen(decision)
         if implementation is None:
             raise UnsupportedRequest(decision)
         self._log_once(decision)

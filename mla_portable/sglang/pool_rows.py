@@ -69,7 +69,7 @@ def of_device(device: torch.device, layout: CacheLayout) -> PoolRows | None:
 
     Raises: InvalidArgument where neither can, with what to set instead.
     """
-    return get_registry().keep((PoolRows, device, layout), lambda: (_bind(device, layout),))[0]
+    return get_registry().keep((PoolRows, device, layout), lambda: _bind(device, layout))
 
 
 def _bind(device: torch.device, layout: CacheLayout) -> PoolRows | None:
