@@ -13,7 +13,7 @@ import json
 import sys
 
 from mla_portable.capability.profiles import all_profiles
-from mla_portable.registry import Registry
+from mla_portable.choose import Registry
 
 
 def gpu_jobs(available: list[str]) -> list[dict[str, str]]:

@@ -33,7 +33,7 @@ from suite import TodaysSuite
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles
 from mla_portable.capability.run import runs_in
-from mla_portable.registry import Registry
+from mla_portable.choose import Registry
 
 CAPABILITY = Path(__file__).parents[1] / "capability"
 PROFILES = load_profiles(CAPABILITY / "profiles")

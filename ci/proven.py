@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_portable.capability.matrix import CI_LIST, proven_by_ci
+from mla_portable.choose import Registry
 from mla_portable.contracts import Implementation
-from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all as nvidia
 from mla_portable_triton import compile_all as triton
 

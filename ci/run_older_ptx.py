@@ -33,15 +33,15 @@ from vllm_gpu.older_ptx import load_native_ptx_instead, load_ptx_instead
 
 from mla_portable.capability.matrix import proven_by_ci
 from mla_portable.capability.profiles import Profile, all_profiles
+from mla_portable.choose import Registry, get_registry
+from mla_portable.choose.facts import resolve_device
+from mla_portable.choose.settings import ENV_BACKEND
 from mla_portable.cli.app import app
 from mla_portable.cli.recording import Recorder, case_of, recorder
-from mla_portable.conformance import Case, CaseResult, run_suite
-from mla_portable.conformance.runner import run_installed
 from mla_portable.contracts import Primitive
 from mla_portable.dispatch import serving
-from mla_portable.registry import Registry, get_registry
-from mla_portable.registry.facts import resolve_device
-from mla_portable.registry.settings import ENV_BACKEND
+from mla_portable.judge.conformance import Case, CaseResult, run_suite
+from mla_portable.judge.conformance.runner import run_installed
 
 
 def run_older(capability: int, loaded: Path, case: Case, device: torch.device) -> CaseResult:

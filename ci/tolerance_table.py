@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tolerance table of `mla_portable.problems` into docs/dev/accuracy.md.
+"""Write the tolerance table of `mla_portable.judge.problems` into docs/dev/accuracy.md.
 
 python ci/tolerance_table.py
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mla_portable.conformance import tolerance_table_markdown
+from mla_portable.judge.conformance import tolerance_table_markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "dev" / "accuracy.md"
 BEGIN, END = "<!-- tolerances: begin -->\n", "<!-- tolerances: end -->"

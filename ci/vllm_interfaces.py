@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "tests" / "vllm" / "interfaces"
-PLUGIN = ROOT / "mla_portable" / "vllm"
+PLUGIN = ROOT / "mla_portable" / "engines" / "vllm"
 CLASSES = {
     "vllm/v1/attention/backend.py": (
         "AttentionBackend",

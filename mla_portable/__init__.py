@@ -15,6 +15,8 @@ from mla_portable._version import __version__ as __version__
 if TYPE_CHECKING:
     from mla_portable.attention import AttentionSpec as AttentionSpec
     from mla_portable.attention import SparseMLAAttention as SparseMLAAttention
+    from mla_portable.choose import get_registry as get_registry
+    from mla_portable.choose import use as use
     from mla_portable.contracts import Batch as Batch
     from mla_portable.contracts import Decision as Decision
     from mla_portable.contracts import DeviceFacts as DeviceFacts
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from mla_portable.planner import Planner as Planner
     from mla_portable.planner import PlannerConfig as PlannerConfig
     from mla_portable.primitives import *
-    from mla_portable.registry import get_registry as get_registry
-    from mla_portable.registry import use as use
 
 _PRIMITIVES = "mla_portable.primitives"
 _HOME = {
@@ -43,7 +43,7 @@ _HOME = {
     **dict.fromkeys(("StepPlan", "Support", "UnknownBackend", "UnsupportedRequest"), "mla_portable.contracts"),
     "explain": "mla_portable.explaining",
     **dict.fromkeys(("Planner", "PlannerConfig"), "mla_portable.planner"),
-    **dict.fromkeys(("get_registry", "use"), "mla_portable.registry"),
+    **dict.fromkeys(("get_registry", "use"), "mla_portable.choose"),
 }
 """Where names are that load on first use; all others are looked for among the primitives."""
 

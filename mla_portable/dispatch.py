@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import Accelerator, accelerator
+from mla_portable.choose import Registry, get_registry
+from mla_portable.choose.limits import running
+from mla_portable.choose.names import check_backend
 from mla_portable.contracts import DecodeSchedule, InvalidArgument, Request
 from mla_portable.contracts.primitive import F, Primitive
-from mla_portable.registry import Registry, get_registry
-from mla_portable.registry.limits import running
-from mla_portable.registry.names import check_backend
 
 _CACHE_LIMIT: Final = 4096
 """Kinds of calls whose implementation is kept; beyond that all are dropped and asked for again."""

@@ -14,12 +14,12 @@ from recorder import Recorder, registry_of
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
+from mla_portable.choose import Registry
 from mla_portable.contracts import Batch, StepPlan
 from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.layouts import LAYOUTS as CACHE_LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 HEADS, TOPK, BLOCK, BLOCKS, MODEL_LEN = 3, 12, 8, 40, 48

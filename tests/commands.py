@@ -11,10 +11,10 @@ import sys
 from spoiled import registry_with
 from typer.testing import CliRunner
 
+from mla_portable.choose import Registry
 from mla_portable.cli.app import app
 from mla_portable.contracts import Reason
 from mla_portable.dispatch import serving
-from mla_portable.registry import Registry
 
 RUNNER = CliRunner()
 

@@ -37,9 +37,9 @@ _VARIABLES = ("MLA_", "TRITON_", "CUDA_", "XDG_", "HOME", "PATH", "PYTHONPATH", 
 def _settings() -> dict[str, object]:
     """What all tests of a process share, and a test might leave changed; not what an engine sets where it is imported."""
     from mla_portable import dispatch
+    from mla_portable.choose.policy import active_rules
     from mla_portable.contracts import Primitive
     from mla_portable.layouts import layout_names
-    from mla_portable.registry.policy import active_rules
 
     return {
         "the environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},

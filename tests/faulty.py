@@ -11,6 +11,7 @@ import torch_reference as reference
 from fake_plugins import make_plugin
 from torch import Tensor
 
+from mla_portable.choose import ProbeReport, Registry
 from mla_portable.contracts import Implementation, Primitive, Support
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -27,7 +28,6 @@ from mla_portable.primitives import (
     SPARSE_DECODE,
     SPARSE_PREFILL,
 )
-from mla_portable.registry import ProbeReport, Registry
 
 Kernel = Callable[..., Any]
 BOTH, BOTH_INDEX = ("bf16", "fp8_ds_mla"), ("index_bf16", "index_fp8")

@@ -22,8 +22,8 @@ from mla_portable.attention.prompts import prompt_requests
 from mla_portable.attention.route_decision import RouteDecision
 from mla_portable.attention.routes import choose_route
 from mla_portable.capability.profiles import all_profiles
+from mla_portable.choose import Registry
 from mla_portable.layouts import layout_names
-from mla_portable.registry import Registry
 from mla_portable.times.prompts import Counts
 
 RECORD = Path(__file__).with_suffix(".txt")

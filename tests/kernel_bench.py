@@ -10,7 +10,9 @@ import torch_reference as reference
 from spoiled import registry_with
 
 from mla_portable.bench.kernels import KernelReport, time_kernels
+from mla_portable.choose import Registry
 from mla_portable.contracts import Baseline, BaselineCall, Primitive, Reason, Request
+from mla_portable.judge.problems.bench import KernelCase, Workshop, timed_primitives
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONCAT_MLA_K,
@@ -25,8 +27,6 @@ from mla_portable.primitives import (
     SPARSE_PREFILL,
     TOPK_SELECT,
 )
-from mla_portable.problems.bench import KernelCase, Workshop, timed_primitives
-from mla_portable.registry import Registry
 
 CPU = torch.device("cpu")
 ATTENTION = (SPARSE_DECODE, SPARSE_PREFILL)

@@ -22,9 +22,9 @@ from shares import shared
 import mla_portable
 from mla_portable.attention import SelectionMerge
 from mla_portable.contracts import ContextShare
+from mla_portable.judge.problems.indexer_select import indexer_select as scores_of
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import TOPK_SELECT
-from mla_portable.problems.indexer_select import indexer_select as scores_of
 
 WIDTH, INDEX_HEADS, TOPK = 128, 4, 12
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from machines import CPU
 
+from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Registrar, Request, ScheduleKind, Support, hookimpl
 from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.registry import Registry
 
 
 class Recorder:

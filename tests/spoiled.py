@@ -9,9 +9,9 @@ from typing import Any
 
 import torch_reference as reference
 
+from mla_portable.choose import Registry
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.primitives import MERGE_STATES
-from mla_portable.registry import Registry
 
 NAME = "spoiled.torch"
 ALL_PRIMITIVES = Primitive.all()

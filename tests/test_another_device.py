@@ -33,7 +33,7 @@ from mla_portable.primitives import MERGE_STATES, QUANTIZE_PER_TENSOR
 from mla_portable.accelerator import accelerator, add_error_words, default_device, is_device_error
 from mla_portable.dispatch import serving
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, Request, ScheduleKind
-from mla_portable.registry import Registry
+from mla_portable.choose import Registry
 
 registry = Registry(plugins=[("reference", reference), ("acme", acme)], environ={})
 """

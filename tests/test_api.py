@@ -17,12 +17,12 @@ from recorder import Recorder, registry_of
 import mla_portable
 from mla_portable import dispatch, primitives
 from mla_portable.accelerator import Accelerator
+from mla_portable.choose import Registry, get_registry, reset_registry
 from mla_portable.contracts import Features, InvalidArgument, PlanMismatch, Primitive
 from mla_portable.dispatch import serving
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES
-from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16

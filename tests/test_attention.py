@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
+from mla_portable.choose import Registry
 from mla_portable.contracts import (
     Batch,
     ContextShare,
@@ -46,7 +47,6 @@ from mla_portable.contracts.share import WHOLE
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES
-from mla_portable.registry import Registry
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 # results

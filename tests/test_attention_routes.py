@@ -27,6 +27,7 @@ from machines import H200, Costs
 from recorder import Recorder
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
+from mla_portable.choose import Registry, use
 from mla_portable.contracts import (
     ContextShare,
     Implementation,
@@ -35,7 +36,6 @@ from mla_portable.contracts import (
 )
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry, use
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 

@@ -16,16 +16,16 @@ from recorder import Recorder, registry_of
 from typer.testing import CliRunner
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
+from mla_portable.choose import Registry
 from mla_portable.cli.app import app
-from mla_portable.conformance import cases_for
-from mla_portable.conformance.runner import _bind_and_run
 from mla_portable.contracts import Batch, Implementation, Primitive, Request
+from mla_portable.judge.conformance import cases_for
+from mla_portable.judge.conformance.runner import _bind_and_run
+from mla_portable.judge.problems.attention_problem import make_schedule
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.attention_problem import make_schedule
-from mla_portable.registry import Registry
 
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 CONFIG = PlannerConfig(

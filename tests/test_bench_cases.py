@@ -13,6 +13,7 @@ from kernel_bench import SMALL, TIMED, workshop
 from spoiled import WRONG_TIMED
 
 from mla_portable.contracts import InvalidArgument
+from mla_portable.judge.problems.bench import KernelCase, kernel_cases
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -28,7 +29,6 @@ from mla_portable.primitives import (
     SPARSE_PREFILL,
     TOPK_SELECT,
 )
-from mla_portable.problems.bench import KernelCase, kernel_cases
 
 
 def test_the_default_sweep_has_the_sizes_of_a_serving_rank():

@@ -23,13 +23,13 @@ from mla_portable.bench.kernel_records import kernel_lines, times_of
 from mla_portable.bench.kernels import KernelReport
 from mla_portable.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.capability.run import Baseline, Time, read_run, write_run
+from mla_portable.choose import Registry
+from mla_portable.choose.plugins import Brought
 from mla_portable.cli.app import app
 from mla_portable.contracts import InvalidArgument, Reason
 from mla_portable.dispatch import serving
+from mla_portable.judge.problems.bench import KernelCase
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
-from mla_portable.problems.bench import KernelCase
-from mla_portable.registry import Registry
-from mla_portable.registry.plugins import Brought
 from mla_portable.times.files import parse_times, times_text
 
 ROOT = Path(__file__).parents[1]

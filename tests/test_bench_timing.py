@@ -25,6 +25,7 @@ from mla_portable.accelerator import Accelerator
 from mla_portable.bench import timing
 from mla_portable.bench.candidates import decode_schedule, our_candidates
 from mla_portable.bench.kernel_records import kernel_lines
+from mla_portable.choose import Registry
 from mla_portable.contracts import (
     Baseline,
     Implementation,
@@ -36,10 +37,9 @@ from mla_portable.contracts import (
     Support,
     hookimpl,
 )
+from mla_portable.judge.problems.bench import BenchProblem, KernelCase
 from mla_portable.kit.split_kv import SPLIT_KV, ProgramShape, SplitSchedule, split_kv_kind
 from mla_portable.primitives import CACHE_WRITE, MERGE_STATES, SPARSE_DECODE
-from mla_portable.problems.bench import BenchProblem, KernelCase
-from mla_portable.registry import Registry
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 

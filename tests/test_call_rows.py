@@ -17,12 +17,12 @@ from recorder import Recorder, registry_of
 import mla_portable
 from mla_portable import dispatch
 from mla_portable.accelerator import Accelerator
+from mla_portable.choose import Registry, probe
 from mla_portable.contracts import Implementation, InvalidArgument, Request
 from mla_portable.contracts.values import rounded_rows
 from mla_portable.dispatch import serving
 from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.primitives import INDEXER_SELECT, SPARSE_DECODE, TOPK_SELECT
-from mla_portable.registry import Registry, probe
 
 
 def test_rows_are_rounded_to_the_nearest_power_of_two():

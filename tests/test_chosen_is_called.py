@@ -13,6 +13,7 @@ from attention_steps import SPEC, make_step, plan_for
 
 import mla_portable.reference
 from mla_portable.attention import HeadDims, PromptAttention, SlotAttention, SparseMLAAttention
+from mla_portable.choose import Registry
 from mla_portable.contracts import (
     Implementation,
     Primitive,
@@ -25,7 +26,6 @@ from mla_portable.contracts import (
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.planner.prompts import plan_prompts
 from mla_portable.primitives import MASKED_PREFILL, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 CPU = torch.device("cpu")

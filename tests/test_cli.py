@@ -21,6 +21,8 @@ from spoiled import WRONG, WRONG_TIMED, Spoiled, registry_with
 from mla_portable.attention.spec import AUTO_ROUTE
 from mla_portable.capability.matrix import installed_matrix
 from mla_portable.capability.run import read_run
+from mla_portable.choose import Registry
+from mla_portable.choose.settings import REMOVED
 from mla_portable.cli.app import app
 from mla_portable.cli.conform import conform
 from mla_portable.cli.kernels import kernels
@@ -28,13 +30,11 @@ from mla_portable.cli.output import digits
 from mla_portable.cli.step import run
 from mla_portable.contracts import ROUTES, Primitive, Request
 from mla_portable.dispatch import serving
+from mla_portable.judge.problems import LEVELS
+from mla_portable.judge.problems.bench import timed_primitives
+from mla_portable.judge.problems.step import default_shape
 from mla_portable.layouts import SCALE_FORMATS
 from mla_portable.primitives import CONCAT_MLA_K, INDEXER_SELECT, MASKED_PREFILL, MERGE_STATES, PACK_SELECTION
-from mla_portable.problems import LEVELS
-from mla_portable.problems.bench import timed_primitives
-from mla_portable.problems.step import default_shape
-from mla_portable.registry import Registry
-from mla_portable.registry.settings import REMOVED
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 

@@ -12,10 +12,10 @@ from machines import Costs
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from vendors import Vendor
 
+from mla_portable.choose import Registry
 from mla_portable.cli.doctor import diagnosis
 from mla_portable.contracts import Implementation, Primitive, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
-from mla_portable.registry import Registry
 from mla_portable.times.adding import add_to_file
 from mla_portable.times.prompts import PromptRecord, PromptTimes
 from mla_portable.times.records import MeasuredTime, Measurement

@@ -11,9 +11,9 @@ import pytest
 from commands import document, in_a_process, invoke
 from machines import H200
 
+from mla_portable.choose import Registry
 from mla_portable.contracts import Features, Primitive, Promises
 from mla_portable.primitives import MERGE_STATES
-from mla_portable.registry import Registry
 from mla_portable.times.measured import MeasuredCosts
 from mla_portable.times.records import MeasuredTime, Measurement
 

@@ -22,7 +22,7 @@ import pytest
 
 from mla_portable.capability.run import read_run
 from mla_portable.cli import process
-from mla_portable.conformance import CaseResult
+from mla_portable.judge.conformance import CaseResult
 
 SECONDS = 300.0
 """In which a process starts or ends; on a busy machine torch alone takes long to import."""
@@ -43,7 +43,7 @@ module.{function} = tests.first_call_returns(module.{function})
 """
 WORKERS_STAY = """
 import test_cli_interrupted as tests
-import mla_portable.conformance.runner as runner
+import mla_portable.judge.conformance.runner as runner
 real = runner.run_in_processes
 runner.run_in_processes = lambda run, *others, **options: real(tests.first_case_passes, *others, **options)
 """
@@ -51,7 +51,7 @@ CONFORM = ["conform", "reference", "--device", "cpu", "--level", "smoke", "--pri
 BENCH = ["bench", "kernels", "--device", "cpu", "--backend", "reference", "--primitive", "cache_write", "--rows", "2,3"]
 BENCH += ["--repeat", "1", "--no-baselines"]
 WORK = {
-    "conform": (CONFORM, "mla_portable.conformance.runner", "run_case"),
+    "conform": (CONFORM, "mla_portable.judge.conformance.runner", "run_case"),
     "bench": (BENCH, "mla_portable.bench.kernels", "time_candidates"),
 }
 
@@ -164,7 +164,7 @@ def test_a_document_that_has_begun_is_printed_to_its_end(started, number):
 
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored(started):
     """As under nohup, and in the background of a script."""
-    before = SECOND_CALL_STAYS.format(module="mla_portable.conformance.runner", function="run_case")
+    before = SECOND_CALL_STAYS.format(module="mla_portable.judge.conformance.runner", function="run_case")
     command = started(*CONFORM, "--json", before=before, handler="signal.SIG_IGN")
     wait_until_busy(command)
     command.send_signal(signal.SIGINT)

@@ -19,9 +19,16 @@ from machines import H200
 
 from mla_portable.accelerator import Accelerator
 from mla_portable.capability.matrix import proven_by_ci
-from mla_portable.conformance import cases_for, run_case, run_suite, runner
-from mla_portable.conformance.poison import poisoned
+from mla_portable.choose import get_registry
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, UnknownBackend
+from mla_portable.judge.conformance import cases_for, run_case, run_suite, runner
+from mla_portable.judge.conformance.poison import poisoned
+from mla_portable.judge.problems import Tolerance, tolerances
+from mla_portable.judge.problems.attention_problem import AttentionParams, DecodeParams
+from mla_portable.judge.problems.compare import close, field_of, same_bits
+from mla_portable.judge.problems.cover import covering
+from mla_portable.judge.problems.draw import corpus, hole_mask
+from mla_portable.judge.problems.stage import guarded
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -40,13 +47,6 @@ from mla_portable.primitives import (
     SPARSE_PREFILL,
     TOPK_SELECT,
 )
-from mla_portable.problems import Tolerance, tolerances
-from mla_portable.problems.attention_problem import AttentionParams, DecodeParams
-from mla_portable.problems.compare import close, field_of, same_bits
-from mla_portable.problems.cover import covering
-from mla_portable.problems.draw import corpus, hole_mask
-from mla_portable.problems.stage import guarded
-from mla_portable.registry import get_registry
 
 P = Primitive
 

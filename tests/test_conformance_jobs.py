@@ -15,11 +15,11 @@ import pytest
 import torch
 from conformance_faults import CPU, Model
 
-from mla_portable.conformance import CaseResult, cases_for, run_suite
-from mla_portable.conformance.parallel import BLOCK, run_in_processes
+from mla_portable.choose import get_registry
 from mla_portable.contracts import InvalidArgument
+from mla_portable.judge.conformance import CaseResult, cases_for, run_suite
+from mla_portable.judge.conformance.parallel import BLOCK, run_in_processes
 from mla_portable.primitives import MERGE_STATES
-from mla_portable.registry import get_registry
 
 CASES = cases_for(Model().implementation(MERGE_STATES), CPU, "quick")[: 2 * BLOCK + 2]
 DIES, FAILS, UNREADABLE = 1, BLOCK + 1, 2 * BLOCK
@@ -63,7 +63,7 @@ def stays(case, device):
 
 PARENT = """
 import torch
-from mla_portable.conformance.parallel import run_in_processes
+from mla_portable.judge.conformance.parallel import run_in_processes
 from test_conformance_jobs import CASES, stays
 
 if __name__ == "__main__":

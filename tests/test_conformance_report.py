@@ -13,8 +13,8 @@ from conformance_faults import Model
 from rich.console import Console
 
 from mla_portable.cli.conform import _for_a_person
-from mla_portable.conformance import run_suite
 from mla_portable.contracts import Primitive
+from mla_portable.judge.conformance import run_suite
 from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, INDEXER_LOGITS, MERGE_STATES
 
 P = Primitive

@@ -15,14 +15,14 @@ from machines import A100, H200, PROFILES
 
 from mla_portable.bench.kernel_records import measured_times
 from mla_portable.capability.run import Run, Time
+from mla_portable.choose import Registry, get_registry, reset_registry
+from mla_portable.choose.plugin_sources import installed_plugins
+from mla_portable.choose.plugins import load_plugins
+from mla_portable.choose.policy import Policy
+from mla_portable.choose.select import decide
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.judge.problems.bench import kernel_cases
 from mla_portable.primitives import CONVERT_INDICES, MASKED_PREFILL, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.bench import kernel_cases
-from mla_portable.registry import Registry, get_registry, reset_registry
-from mla_portable.registry.plugin_sources import installed_plugins
-from mla_portable.registry.plugins import load_plugins
-from mla_portable.registry.policy import Policy
-from mla_portable.registry.select import decide
 from mla_portable.times.files import parse_times, times_text
 from mla_portable.times.measured import MeasuredCosts
 from mla_portable.times.records import MeasuredTime, Measurement

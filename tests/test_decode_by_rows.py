@@ -13,10 +13,10 @@ from machines import H200, costs_of
 from recorder import Recorder
 
 from mla_portable.attention import SlotAttention, SparseMLAAttention
+from mla_portable.choose import Registry
 from mla_portable.contracts import Batch
 from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.registry import Registry
 
 US = {
     "few": {1: 5.0, 4: 6.0, 16: 20.0, 64: 90.0, 256: 400.0},

@@ -14,6 +14,8 @@ from fake_plugins import implementation, make_plugin
 from machines import CPU, H200
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention, UnsupportedRoute
+from mla_portable.choose import Registry
+from mla_portable.choose.limits import PluginTimeout
 from mla_portable.contracts import (
     Decision,
     InvalidArgument,
@@ -27,8 +29,6 @@ from mla_portable.contracts import (
     Verdict,
 )
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.registry import Registry
-from mla_portable.registry.limits import PluginTimeout
 
 REASON = Reason("arch", "sm90", "supports sm80", "use another backend")
 DECISION = Decision(Request(SPARSE_DECODE, H200, num_heads=16), None, "default", None, (Verdict("a.v1", (REASON,), 1),))

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 NO_TORCH = "requirements-no-torch.txt"
 FROM_THE_MACHINE = {"torch", "triton", "vllm", "sglang", "packaging", "prometheus_client"}
 """What the core imports and such an installation leaves alone. The last three are used where they are installed."""
-BESIDE_AN_ENGINE = ("bench", "capability", "cli", "conformance")
+BESIDE_AN_ENGINE = ("bench", "capability", "cli", "judge.conformance")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CLI = PROJECT["optional-dependencies"]["cli"]
 
@@ -38,7 +38,8 @@ def imported(tools: bool) -> set[str]:
     """Every package outside of the standard library that modules of the core, or of its tools, import anywhere."""
     found: set[str] = set()
     for path in (ROOT / "mla_portable").rglob("*.py"):
-        if (path.relative_to(ROOT / "mla_portable").parts[0] in BESIDE_AN_ENGINE) != tools:
+        module = ".".join(path.relative_to(ROOT / "mla_portable").with_suffix("").parts)
+        if module.startswith(tuple(f"{name}." for name in BESIDE_AN_ENGINE)) != tools:
             continue
         tree = ast.parse(path.read_text())
         unseen = [
@@ -72,12 +73,14 @@ def test_what_is_imported_is_declared() -> None:
 
 def test_what_an_engine_imports_needs_no_tool() -> None:
     """Modules of the extra are not there, and no module of the tools is loaded."""
+    tools = tuple(f"mla_portable.{name}" for name in BESIDE_AN_ENGINE)
     code = (
         f"import sys\nfor name in {[distribution(each) for each in CLI]}: sys.modules[name] = None\n"
         "import mla_portable\nfor name in mla_portable.__all__: getattr(mla_portable, name)\n"
-        "import mla_portable.attention, mla_portable.registry, mla_portable.vllm.plugin, mla_portable.sglang.plugin\n"
+        "import mla_portable.attention, mla_portable.choose\n"
+        "import mla_portable.engines.vllm.plugin, mla_portable.engines.sglang.plugin\n"
         "mla_portable.get_registry().implementations()\n"
-        f"print([name for name in sys.modules if name.split('.')[1:2] and name.split('.')[1] in {BESIDE_AN_ENGINE}])\n"
+        f"print([name for name in sys.modules if name.startswith({tools})])\n"
         "from mla_portable.cli import main\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

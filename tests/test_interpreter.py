@@ -31,10 +31,10 @@ count(interpreter.TritonSemantic, "device_assert")  # what becomes of a sum that
 count(interpreter.tl.core, "validate_block_shape")  # of each block type that is made
 count(interpreter.TritonSemantic, "computation_type_impl")  # what two operands are converted to
 import torch
-from mla_portable.conformance import run_case
-from mla_portable.problems.attention_problem import DecodeParams
-from mla_portable.problems.base import Case
-from mla_portable.registry import get_registry
+from mla_portable.judge.conformance import run_case
+from mla_portable.judge.problems.attention_problem import DecodeParams
+from mla_portable.judge.problems.base import Case
+from mla_portable.choose import get_registry
 
 torch.set_num_threads(1)
 registry = get_registry()

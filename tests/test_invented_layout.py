@@ -14,11 +14,11 @@ from torch import Tensor
 
 import mla_portable
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
+from mla_portable.choose import Registry
 from mla_portable.contracts import Batch, InvalidArgument, Request, Support
 from mla_portable.layouts import BF16, LAYOUTS, CacheLayout, add_layout, base, layout_of
 from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.registry import Registry
 
 LATENT, ROPE, BLOCK, BLOCKS, HEADS, TOPK = 32, 8, 4, 12, 3, 6
 ROWS = CacheLayout(

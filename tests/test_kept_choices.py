@@ -13,12 +13,12 @@ from machines import A100
 from recorder import Recorder, registry_of
 
 import mla_portable
+from mla_portable.choose import Registry, get_registry, reset_registry
 from mla_portable.contracts import UnsupportedRequest
-from mla_portable.engine.index_keys import key_writer
+from mla_portable.engines.common.index_keys import key_writer
+from mla_portable.engines.sglang.pool_rows import of_device
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import INDEXER_CACHE_WRITE, MERGE_STATES
-from mla_portable.registry import Registry, get_registry, reset_registry
-from mla_portable.sglang.pool_rows import of_device
 
 PAGES = torch.zeros(5, 64, 132, dtype=torch.uint8)
 
@@ -45,7 +45,7 @@ def vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vendors]:
     def build(**options: Any) -> Registry:
         return registry_of(made.first, made.second, made.lacking, facts={"cpu": facts})
 
-    monkeypatch.setattr("mla_portable.registry.registry.Registry", build)
+    monkeypatch.setattr("mla_portable.choose.registry.Registry", build)
     reset_registry()
     yield made
     reset_registry()

@@ -13,6 +13,7 @@ import torch
 
 import mla_portable
 from mla_portable.contracts import InvalidArgument
+from mla_portable.judge.problems import exact
 from mla_portable.layouts import (
     BF16,
     BF16_NOPE,
@@ -31,7 +32,6 @@ from mla_portable.layouts import (
     tile_scales,
 )
 from mla_portable.primitives._reference import CacheRows
-from mla_portable.problems import exact
 
 TINY = 2.0**-126  # the smallest normal float32
 

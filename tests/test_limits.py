@@ -13,10 +13,10 @@ from contextvars import ContextVar
 
 import pytest
 
+from mla_portable.choose import limits
+from mla_portable.choose.faults import PluginRaised
+from mla_portable.choose.limits import PluginTimeout, limited, plugin_timeout, running
 from mla_portable.contracts import InvalidArgument, PluginError
-from mla_portable.registry import limits
-from mla_portable.registry.faults import PluginRaised
-from mla_portable.registry.limits import PluginTimeout, limited, plugin_timeout, running
 
 SETTING: ContextVar[int] = ContextVar("setting", default=0)
 

@@ -16,12 +16,12 @@ from machines import A100, B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090,
 from mla_portable.attention import AttentionSpec
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.routes import choose_route
+from mla_portable.choose import Policy, Registry, use
+from mla_portable.choose.facts import RawDevice, interpret
+from mla_portable.choose.machine import Machine
+from mla_portable.choose.select import decide as decide_purely
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Reason, Request, Support, UnsupportedRequest
 from mla_portable.primitives import GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE
-from mla_portable.registry import Policy, Registry, use
-from mla_portable.registry.facts import RawDevice, interpret
-from mla_portable.registry.machine import Machine
-from mla_portable.registry.select import decide as decide_purely
 
 PLUGINS = [("plain", fake_plugins.plain), ("acme", fake_plugins.acme), ("handy", fake_plugins.handy)]
 DECODE = {"kv_layout": "fp8_ds_mla", "num_heads": 128, "topk": 2048, "block_size": 64, "query_len": 1, "lse": True}

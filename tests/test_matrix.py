@@ -31,10 +31,10 @@ from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import load_profiles, parse_profile, profile_named, profile_of
 from mla_portable.capability.run import Case, Comparison, Run, new_run, suite_of, write_run
 from mla_portable.capability.table import COLUMNS, make_matrix
+from mla_portable.choose import Registry
 from mla_portable.cli.app import app
 from mla_portable.contracts import Implementation, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
-from mla_portable.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 CAPABILITY = ROOT / "capability"
@@ -467,7 +467,7 @@ from mla_portable.capability.profiles import all_profiles
 from mla_portable.contracts import Request
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry
+from mla_portable.choose import Registry
 
 registry = Registry(environ={}, probe=False, costs="measured")
 profiles = dict(all_profiles(Path("capability")))

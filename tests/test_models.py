@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mla_portable.attention import AttentionSpec
-from mla_portable.engine.asked import layer_spec, v4_layer_spec
+from mla_portable.engines.common.asked import layer_spec, v4_layer_spec
+from mla_portable.judge.problems.masked_prefill import DIMS
 from mla_portable.layouts import KV, LAYOUTS
 from mla_portable.models import DEEPSEEK_V4, DEEPSEEK_V32, GLM_5, GLM_53_FLASH, MODELS, Model
-from mla_portable.problems.masked_prefill import DIMS
 
 KIT = Path(__file__).parents[1] / "ci" / "vllm_gpu"
 

@@ -19,11 +19,11 @@ from machines import H200, PROFILES
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import profile_of
 from mla_portable.capability.run import read_run
+from mla_portable.choose import Registry
 from mla_portable.cli.recording import recorder
-from mla_portable.conformance import CaseResult, run_suite
 from mla_portable.contracts import Primitive
 from mla_portable.dispatch import current_registry
-from mla_portable.registry import Registry
+from mla_portable.judge.conformance import CaseResult, run_suite
 
 pytest.importorskip("triton")
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mla_portable.judge.problems.attention import findings, score_terms
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable.problems.attention import findings, score_terms
 
 N_BLOCKS, BLOCK = 3, 4
 N = N_BLOCKS * BLOCK

@@ -13,11 +13,11 @@ from machines import CPU
 from typer.testing import CliRunner
 
 import mla_portable
+from mla_portable.choose import Registry, use
 from mla_portable.cli.app import app
 from mla_portable.contracts import InvalidArgument, Primitive, Request, UnknownBackend, UnsupportedRequest
 from mla_portable.contracts.primitive import _named
 from mla_portable.dispatch import find, serving
-from mla_portable.registry import Registry, use
 
 PLUGINS = [("reference", "mla_portable.reference"), ("scaling", "fake_plugins.scaling")]
 NAME, MODULE = "scale_rows", "fake_plugins.scaling"

@@ -20,11 +20,11 @@ from fake_plugins import ANYWHERE, implementation, make_plugin
 from machines import CPU, H200
 
 from mla_portable import __version__
+from mla_portable.choose import Registry
+from mla_portable.choose.plugin_sources import PluginSource, given_plugins, installed_plugins
+from mla_portable.choose.plugins import load_plugins
 from mla_portable.contracts import DeviceFacts, Engine, EngineStatus, InvalidArgument, Registrar, Request, Variable, hookimpl
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
-from mla_portable.registry import Registry
-from mla_portable.registry.plugin_sources import PluginSource, given_plugins, installed_plugins
-from mla_portable.registry.plugins import load_plugins
 
 GOOD = ("good", make_plugin(implementation("good.v1")))
 
@@ -301,7 +301,7 @@ def test_an_adapter_s_variables_and_engine_are_declared_by_the_hook_of_plugins()
 def test_what_adapters_declare_needs_no_engine():
     code = (
         "import sys\nsys.modules.update(vllm=None, sglang=None)\n"
-        "from mla_portable.registry import Registry\n"
+        "from mla_portable.choose import Registry\n"
         "known = {'MLA_PORTABLE_VLLM': 'off', 'MLA_PORTABLE_SGLANG': 'off'}\n"
         "assert dict(Registry(environ=known).environment) == known"
     )

@@ -11,10 +11,10 @@ import pytest
 from fake_plugins import implementation, make_plugin
 from machines import H200
 
+from mla_portable.choose import Policy, Registry, use
+from mla_portable.choose.policy import Rule, active_rules
 from mla_portable.contracts import InvalidArgument, Request, UnknownBackend, UnsupportedRequest
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
-from mla_portable.registry import Policy, Registry, use
-from mla_portable.registry.policy import Rule, active_rules
 
 BACKENDS = ("alpha", "beta", "gamma", "delta", "zeta", "eta", "theta")
 DECODE = Request(SPARSE_DECODE, H200)

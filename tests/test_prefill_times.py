@@ -15,10 +15,10 @@ from shares import shared
 
 import mla_portable
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
+from mla_portable.choose import Registry
 from mla_portable.contracts import ContextShare, PlanMismatch
 from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.planner import Planner
-from mla_portable.registry import Registry
 from mla_portable.times.prefill import PrefillTimes
 from mla_portable.times.rows import Times
 

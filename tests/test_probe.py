@@ -39,13 +39,13 @@ from faulty import (
 from machines import CPU
 from torch import Tensor
 
+from mla_portable.choose import Registry
+from mla_portable.choose.faults import blame, is_fatal
+from mla_portable.choose.probe import probe_implementation, require_no_capture
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, PluginError, Primitive, Reason, Request
+from mla_portable.judge.problems.attention import SOFTMAX_SCALE
+from mla_portable.judge.problems.probe import probe_cases, probe_layouts
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable.problems.attention import SOFTMAX_SCALE
-from mla_portable.problems.probe import probe_cases, probe_layouts
-from mla_portable.registry import Registry
-from mla_portable.registry.faults import blame, is_fatal
-from mla_portable.registry.probe import probe_implementation, require_no_capture
 
 WIDTH = 96
 """Positions that the block table of the smallest convert_indices problem has room for."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import mla_portable.reference
+from mla_portable.choose import Registry, probe
 from mla_portable.contracts import DeviceFacts, Implementation, Registrar, Request, Support, hookimpl
 from mla_portable.primitives import TOPK_SELECT
-from mla_portable.registry import Registry, probe
 
 FACTS = DeviceFacts(vendor="acme", name="Acme One", arch="a1", device_type="cpu", graph_capture=True)
 

@@ -36,14 +36,14 @@ from faulty import (
 from machines import CPU, H200
 from torch import Tensor
 
+from mla_portable.choose import Registry
+from mla_portable.choose import probe as probing
 from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Request, UnsupportedRequest
+from mla_portable.judge.problems import attention_problem, draw
+from mla_portable.judge.problems.base import cases_for
+from mla_portable.judge.problems.probe import request_case
+from mla_portable.judge.problems.stage import Problem
 from mla_portable.kit.rules import check_cache
-from mla_portable.problems import attention_problem, draw
-from mla_portable.problems.base import cases_for
-from mla_portable.problems.probe import request_case
-from mla_portable.problems.stage import Problem
-from mla_portable.registry import Registry
-from mla_portable.registry import probe as probing
 
 # A choice computes one problem of the request's own sizes
 
@@ -225,7 +225,7 @@ def refuse(implementation: Implementation, device: torch.device) -> None:
 
 
 def test_results_for_requests_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mla_portable.registry.machine.REQUEST_LIMIT", 3)
+    monkeypatch.setattr("mla_portable.choose.machine.REQUEST_LIMIT", 3)
     made = candidate(MERGE, RIGHT[MERGE])
     reg = registry(made)
     for heads in range(1, 7):
@@ -361,7 +361,7 @@ def test_a_detector_that_does_not_finish_is_passed_over(monkeypatch: pytest.Monk
 
     plugin = make_plugin(candidate(DECODE, RIGHT[DECODE]), detectors=(hangs, lambda device: H200))
     reg = Registry(plugins=[("faulty", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
-    monkeypatch.setattr("mla_portable.registry.machine.resolve_device", torch.device)
+    monkeypatch.setattr("mla_portable.choose.machine.resolve_device", torch.device)
     try:
         assert reg.facts("cuda:0") is reg.facts("cuda:1") is H200
         (report,) = reg.plugin_reports

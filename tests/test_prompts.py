@@ -20,6 +20,9 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention, SparseMLAAttention
 from mla_portable.bench.prompts import STEPS, StepTimes, fit
+from mla_portable.choose import Registry, get_registry, use
+from mla_portable.choose.plugin_sources import installed_plugins
+from mla_portable.choose.plugins import load_plugins
 from mla_portable.contracts import (
     Batch,
     ContextShare,
@@ -33,14 +36,11 @@ from mla_portable.contracts import (
     UnsupportedRequest,
     hookimpl,
 )
-from mla_portable.engine.prompts import prompt_attention, refusals
+from mla_portable.engines.common.prompts import prompt_attention, refusals
 from mla_portable.layouts import LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.planner.prompts import PromptPlan, plan_prompts
 from mla_portable.primitives import CONCAT_MLA_K, MASKED_PREFILL
-from mla_portable.registry import Registry, get_registry, use
-from mla_portable.registry.plugin_sources import installed_plugins
-from mla_portable.registry.plugins import load_plugins
 from mla_portable.times.files import parse_times, times_text
 from mla_portable.times.prompts import Counts, PromptRecord, PromptTimes, recorded_prompts
 from mla_portable.times.records import Measurement
@@ -515,7 +515,7 @@ def test_an_engine_leaves_prompts_without_times_to_the_sparse_route_before_anyth
 ):
     spec, facts = replace(SPEC, kv_layout="bf16", scale_format=None), get_registry().facts(CPU)
     logger, built = logging.getLogger("mla_portable.test"), list[object]()
-    monkeypatch.setattr("mla_portable.registry.machine.Machine.try_request", lambda *given: pytest.fail("a kernel was probed"))
+    monkeypatch.setattr("mla_portable.choose.machine.Machine.try_request", lambda *given: pytest.fail("a kernel was probed"))
     with caplog.at_level(logging.INFO, logger="mla_portable.test"), use(masked_prefill="reference"):
         assert prompt_attention(spec, DIMS, facts, CPU, logger) is None
     assert "prompts take the sparse route: no times of the two ways are on record for" in caplog.text
@@ -526,7 +526,7 @@ def test_an_engine_leaves_prompts_without_times_to_the_sparse_route_before_anyth
         return SimpleNamespace(times=found[len(built) - 1], decisions={"masked": SimpleNamespace(chosen="acme.v1")})
 
     found = [constants(1.0), None]  # the second: what was probed and serves is another one than was declared
-    monkeypatch.setattr("mla_portable.engine.prompts.PromptAttention", build)
+    monkeypatch.setattr("mla_portable.engines.common.prompts.PromptAttention", build)
     monkeypatch.setattr(Registry, "prompt_times", lambda self, decision: constants(1.0))
     with caplog.at_level(logging.INFO, logger="mla_portable.test"):
         assert [prompt_attention(spec, DIMS, facts, CPU, logger) is None for _ in found] == [False, True]

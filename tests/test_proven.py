@@ -14,11 +14,11 @@ from engine_kernels import load_file
 from fake_plugins import implementation, make_plugin
 
 from mla_portable.capability.matrix import proven_by_ci
-from mla_portable.conformance import run_case
+from mla_portable.choose import Registry, get_registry
 from mla_portable.contracts import Primitive, Support
+from mla_portable.judge.conformance import run_case
+from mla_portable.judge.problems import cases_for
 from mla_portable.primitives import MERGE_STATES, SPARSE_PREFILL
-from mla_portable.problems import cases_for
-from mla_portable.registry import Registry, get_registry
 from mla_portable_triton import compile_all
 
 proven: Any = load_file("proven", str(Path(__file__).parents[1] / "ci" / "proven.py"))

@@ -13,11 +13,11 @@ import torch
 import torch_reference as reference
 
 import mla_portable.reference
-from mla_portable.conformance import run_suite
+from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request
+from mla_portable.judge.conformance import run_suite
 from mla_portable.primitives._reference import CacheRows
 from mla_portable.primitives._select_in_parts import SELECT_SCRATCH_BYTES
-from mla_portable.registry import Registry
 
 INT_MAX = 2**31 - 1
 LAYOUTS = ["bf16", "fp8_ds_mla"]

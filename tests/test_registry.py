@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from machines import CPU, H200, MACHINES, Costs
 from vendors import ABSENT, GPU_ONLY, WIDE, Vendor, merge, registry
 
+from mla_portable.choose import Policy, Registry, use
+from mla_portable.choose.policy import Rule
+from mla_portable.choose.select import decide
 from mla_portable.contracts import (
     InvalidArgument,
     Reason,
@@ -22,9 +25,6 @@ from mla_portable.contracts import (
     UnsupportedRequest,
 )
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
-from mla_portable.registry import Policy, Registry, use
-from mla_portable.registry.policy import Rule
-from mla_portable.registry.select import decide
 
 # Choosing
 
@@ -251,7 +251,7 @@ def test_what_bind_raises_travels_up_and_is_not_remembered():
 
 
 def test_many_different_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mla_portable.registry.registry.CACHE_LIMIT", 8)
+    monkeypatch.setattr("mla_portable.choose.registry.CACHE_LIMIT", 8)
     vendor = Vendor("fast")
     reg = registry(vendor, probe=False)
     for rows in range(50):
@@ -279,7 +279,7 @@ def test_a_refusal_is_remembered_and_raised_every_time(monkeypatch: pytest.Monke
 
 
 def test_what_was_checked_and_logged_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mla_portable.registry.registry.CACHE_LIMIT", 4)
+    monkeypatch.setattr("mla_portable.choose.registry.CACHE_LIMIT", 4)
     reg = registry(Vendor("fast", 1, WIDE), *(Vendor(f"b{i}", 9) for i in range(8)))
     for i in range(8):
         reg.decide(merge(reg), backend=f"b{i}")

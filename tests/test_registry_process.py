@@ -17,6 +17,8 @@ from fake_plugins import implementation, make_plugin
 from machines import CPU, H200
 from vendors import ABSENT, GPU_ONLY, WIDE, Vendor, merge, registry
 
+from mla_portable.choose import Registry, get_registry, reset_registry, use
+from mla_portable.choose.limits import limited
 from mla_portable.contracts import (
     DeviceFacts,
     InvalidArgument,
@@ -26,14 +28,12 @@ from mla_portable.contracts import (
     Request,
 )
 from mla_portable.primitives import MERGE_STATES, QUANTIZE_PER_TENSOR
-from mla_portable.registry import Registry, get_registry, reset_registry, use
-from mla_portable.registry.limits import limited
 
 # What is logged
 
 
 def log_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    return [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "mla_portable.registry"]
+    return [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "mla_portable.choose"]
 
 
 def test_passing_over_a_cheaper_candidate_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture):
@@ -112,13 +112,13 @@ def test_the_process_has_one_registry_with_the_installed_plugins(own_process_reg
 def test_a_plugin_that_asks_for_the_registry_while_it_is_built_is_refused_and_does_not_wait(
     ask: Callable[[], Registry], own_process_registry: None, monkeypatch: pytest.MonkeyPatch
 ):
+    from mla_portable.choose import plugin_sources as loading
     from mla_portable.contracts import hookimpl
-    from mla_portable.registry import plugin_sources as loading
 
     module = make_plugin()
     vars(module)["mla_portable_register"] = hookimpl(lambda registrar: ask())
     sources = loading.given_plugins([("nosy", module), Vendor("plain").plugin()])
-    monkeypatch.setattr("mla_portable.registry.registry.installed_plugins", lambda: sources)
+    monkeypatch.setattr("mla_portable.choose.registry.installed_plugins", lambda: sources)
     nosy, plain = get_registry().plugin_reports
     assert nosy.error.startswith(PluginError.__name__) and "while it is being built" in nosy.error
     assert plain.ok
@@ -127,7 +127,7 @@ def test_a_plugin_that_asks_for_the_registry_while_it_is_built_is_refused_and_do
 def test_of_equal_gpus_the_current_one_or_the_one_asked_about_last_is_used(monkeypatch: pytest.MonkeyPatch):
     current = ["cuda:0"]
     monkeypatch.setattr(
-        "mla_portable.registry.machine.resolve_device",
+        "mla_portable.choose.machine.resolve_device",
         lambda device: torch.device(current[0] if str(device) == "cuda" else device),
     )
     plugin = make_plugin(implementation("fast.v1"), detectors=(lambda device: H200,))

@@ -12,8 +12,8 @@ from spoiled import WRONG_IN_STEP, Spoiled, inexact_merge_states, registry_with,
 from mla_portable.bench.step import run_step
 from mla_portable.bench.timing import measure, quantiles, run_and_measure
 from mla_portable.contracts import InvalidArgument, UnsupportedRequest
+from mla_portable.judge.problems.step import StepShape, default_shape, make_inputs, step_bytes, step_cases
 from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, MERGE_STATES
-from mla_portable.problems.step import StepShape, default_shape, make_inputs, step_bytes, step_cases
 
 CPU = torch.device("cpu")
 SMALL = StepShape(num_heads=2, topk=48, decodes=3, prefills=2, prefill_tokens=6, context=90, block_size=16)

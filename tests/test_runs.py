@@ -23,9 +23,9 @@ import mla_portable
 from mla_portable.capability import history, run
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.run import Baseline, Case, Comparison, Run, Time, combined, new_run, read_run, run_text, suite_of
+from mla_portable.choose import Registry
 from mla_portable.cli import recording
 from mla_portable.contracts import InvalidArgument
-from mla_portable.registry import Registry
 from mla_portable.times.adding import add_to_file
 from mla_portable.times.records import MeasuredTime, Measurement
 
@@ -286,7 +286,7 @@ def test_an_interrupted_suite_keeps_what_ran(tmp_path: Path, monkeypatch: pytest
     from typer.testing import CliRunner
 
     from mla_portable.cli.app import app
-    from mla_portable.conformance import runner
+    from mla_portable.judge.conformance import runner
 
     real, count = runner._bind_and_run, 0
 

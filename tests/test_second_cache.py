@@ -18,13 +18,13 @@ from mla_portable.contracts import (
     ScheduleLimits,
     Support,
 )
+from mla_portable.judge.problems.draw import cached_rows, paged_cache
 from mla_portable.kit.split_kv import SplitSchedule, SplitSchedules, split_kv
 from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE, FP8_V4, CacheLayout
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.primitives.sparse_decode import reference
 from mla_portable.primitives.sparse_prefill import reference as prefill_reference
-from mla_portable.problems.draw import cached_rows, paged_cache
 
 B, S, H = 3, 2, 5
 SCALE = 0.07

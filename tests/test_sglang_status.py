@@ -16,7 +16,7 @@ from machines import A100, CPU, H200
 from recorder import Recorder, registry_of
 
 from mla_portable.contracts import DeviceFacts, EngineStatus
-from mla_portable.sglang.status import sglang_status
+from mla_portable.engines.sglang.status import sglang_status
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -65,7 +65,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         version = metadata.version
         monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.23" if name == "sglang" else version(name))
         point = SimpleNamespace(name="mla_portable")
-        monkeypatch.setattr("mla_portable.engine.status.metadata.entry_points", lambda group: [point])
+        monkeypatch.setattr("mla_portable.engines.common.status.metadata.entry_points", lambda group: [point])
 
     return put
 
@@ -112,7 +112,7 @@ def test_obstacles_are_named(install: Install, monkeypatch: pytest.MonkeyPatch):
     assert status(SGLANG_PLUGINS="other, mla_portable").registered and status(SGLANG_PLUGINS="").registered
     bad = status(MLA_PORTABLE_SGLANG="override")
     assert not bad.registered and "got 'override', expected one of auto, on, off" in bad.note
-    monkeypatch.setattr("mla_portable.engine.status.metadata.entry_points", lambda group: [])
+    monkeypatch.setattr("mla_portable.engines.common.status.metadata.entry_points", lambda group: [])
     assert "no entry point 'mla_portable' in the group sglang.srt.plugins" in status().note
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from mla_portable import cache_write, sparse_prefill
 from mla_portable.attention import SlotAttention, SparseMLAAttention, UnsupportedRoute
+from mla_portable.choose import Registry
 from mla_portable.contracts import InvalidArgument, ScheduleLimits, SchedulePlanner
 from mla_portable.contracts.share import ContextShare
 from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import CONVERT_INDICES, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry
 
 PORTABLE = Registry(environ={}, probe=False)
 SLOTS = replace(SPEC, need_lse=False, concat_query=False, max_num_reqs=8)

@@ -23,7 +23,8 @@ CODE = (CORE, ROOT / "ci", *(ROOT / "backends" / plugin / "src" / f"mla_portable
 
 LOW = {"_version", "accelerator", "contracts", "errors", "features", "kit", "layouts", "models"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "kit", "layouts", "primitives"))
-MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry", "times"}
+MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "reference", "times"}
+MIDDLE |= {"choose", "judge.problems"}
 MAY_IMPORT = {
     "_version": set(),
     "models": set(),
@@ -34,23 +35,25 @@ MAY_IMPORT = {
     "contracts": {"accelerator", "errors", "features", "layouts"},
     "kit": {"accelerator", "contracts", "errors", "features", "layouts"},
     "times": LOW,
-    "registry": LOW | {"primitives", "problems", "times"},  # primitives and problems only while it probes, see below
-    "problems": LOW | {"planner", "primitives"},
-    "dispatch": LOW | {"registry"},
+    "choose": LOW | {"primitives", "judge.problems", "times"},  # primitives and problems only while it probes, see below
+    "dispatch": LOW | {"choose"},
     "explaining": LOW | {"dispatch"},
     "primitives": LOW | {"dispatch"},
     "reference": LOW,
     "planner": LOW | {"primitives", "times"},
-    "attention": LOW | {"planner", "primitives", "registry", "times"},
+    "attention": LOW | {"choose", "planner", "primitives", "times"},
     "deep_gemm": LOW | {"dispatch", "primitives"},
-    "flash_mla": LOW | {"dispatch", "primitives", "registry"},
-    "engine": MIDDLE,
-    "sglang": MIDDLE | {"deep_gemm", "engine"},
-    "vllm": MIDDLE | {"deep_gemm", "engine"},
-    "capability": LOW | {"primitives", "registry"},
-    "conformance": MIDDLE,
-    "bench": MIDDLE | {"capability", "engine"},
-    "cli": MIDDLE | {"bench", "capability", "conformance", "engine"},
+    "flash_mla": LOW | {"choose", "dispatch", "primitives"},
+    "engines.common": MIDDLE,
+    "engines.sglang": MIDDLE | {"deep_gemm", "engines.common"},
+    "engines.vllm": MIDDLE | {"deep_gemm", "engines.common"},
+    "judge.problems": LOW | {"planner", "primitives"},
+    "judge.conformance": MIDDLE,
+    "capability": LOW | {"choose", "primitives"},
+    "bench": MIDDLE | {"capability", "engines.common"},
+    "cli": MIDDLE | {"bench", "capability", "engines.common", "judge.conformance"},
+    "conformance": {"judge.conformance"},  # the former names, for a release
+    "registry": {"choose"},
     "__init__": MIDDLE,
     "__main__": {"cli"},
 }
@@ -68,16 +71,20 @@ def imported_modules(path: Path) -> set[str]:
     return modules
 
 
-def part_of(path: Path) -> str:
-    first = path.relative_to(CORE).parts[0]
-    return first.removesuffix(".py")
+def part_of(module: str) -> str | None:
+    """The part of the core that a module below `mla_portable` belongs to; None where none of that name is there."""
+    first, _, rest = module.removeprefix("mla_portable.").partition(".")
+    inner = f"{first}.{rest.partition('.')[0]}"
+    part = inner if inner in MAY_IMPORT else first
+    there = (CORE / part.replace(".", "/")).exists() or (CORE / f"{part}.py").exists()
+    return part if there else None
 
 
 @pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda path: str(path.relative_to(CORE)))
 def test_core_imports_follow_the_arrows(path: Path):
-    part = part_of(path)
-    parts = {m.split(".")[1] for m in imported_modules(path) if m.startswith("mla_portable.")}
-    foreign = {name for name in parts - {part} - MAY_IMPORT[part] if (CORE / name).exists() or (CORE / f"{name}.py").exists()}
+    part = part_of(".".join(path.relative_to(CORE.parent).with_suffix("").parts))
+    parts = {part_of(m) for m in imported_modules(path) if m.startswith("mla_portable.")} - {None, part}
+    foreign = parts - MAY_IMPORT.get(part, set())
     assert not foreign, f"{part} may not import {sorted(foreign)}"
     vendors = {m for m in imported_modules(path) if m.startswith("mla_portable_")}
     assert not vendors, f"core imports a vendor: {sorted(vendors)}"
@@ -85,7 +92,7 @@ def test_core_imports_follow_the_arrows(path: Path):
 
 KNOWN_CIRCLES = {
     # `use` has plugins loaded, in case one of them brings the primitive that it names
-    frozenset(f"mla_portable.registry{name}" for name in ("", ".policy", ".registry", ".select")),
+    frozenset(f"mla_portable.choose{name}" for name in ("", ".policy", ".registry", ".select")),
 }
 
 
@@ -282,13 +289,13 @@ def test_a_plugin_imports_the_contracts_and_what_is_made_for_plugins(plugin: str
 
 
 def test_importing_mla_portable_loads_neither_torch_nor_plugins():
-    code = "import sys, mla_portable; print([m for m in ('torch', 'triton', 'mla_portable.registry') if m in sys.modules])"
+    code = "import sys, mla_portable; print([m for m in ('torch', 'triton', 'mla_portable.choose') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_the_registry_needs_no_primitive_to_be_imported():
-    code = "import sys, mla_portable.registry; print('mla_portable.primitives' in sys.modules)"
+    code = "import sys, mla_portable.choose; print('mla_portable.primitives' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
@@ -304,6 +311,15 @@ def test_what_the_contracts_handed_on_is_there_for_a_release(module: str, names:
     for name in names:
         with pytest.warns(DeprecationWarning, match=rf"import {name} from mla_portable\.kit\.{module}, not from"):
             assert getattr(contracts, name) is getattr(import_module(f"mla_portable.kit.{module}"), name)
+
+
+@pytest.mark.parametrize(("former", "name"), [("conformance", "run_suite"), ("registry", "Registry")])
+def test_a_package_s_former_name_is_there_for_a_release(former: str, name: str):
+    now = {"conformance": "mla_portable.judge.conformance", "registry": "mla_portable.choose"}[former]
+    sys.modules.pop(f"mla_portable.{former}", None)
+    with pytest.warns(DeprecationWarning, match=f"mla_portable.{former} is now {now}"):
+        module = import_module(f"mla_portable.{former}")
+    assert getattr(module, name) is getattr(import_module(now), name)
 
 
 def test_the_launcher_s_former_module_is_there_for_a_release():
@@ -331,7 +347,7 @@ def test_every_file_carries_its_licence_and_says_what_it_is(path: Path):
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 
-@pytest.mark.parametrize("package", ["cli/doctor", "engine", "kit", "sglang", "times", "vllm"])
+@pytest.mark.parametrize("package", ["cli/doctor", "engines/common", "engines/sglang", "engines/vllm", "kit", "times"])
 def test_a_package_s_table_lists_its_modules(package: str):
     folder = CORE / package
     table = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

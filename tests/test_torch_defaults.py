@@ -23,8 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mla_portable as mp
+from mla_portable.choose import Registry
 from mla_portable.contracts import Batch, DeviceFacts, Primitive, Request
 from mla_portable.dispatch import serving
+from mla_portable.judge.problems.probe import probe_cases
+from mla_portable.judge.problems.stage import Problem
 from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.layouts.fp8_ds_mla import _e4m3_pairs
 from mla_portable.primitives import (
@@ -38,9 +41,6 @@ from mla_portable.primitives import (
     SPARSE_DECODE,
     SPARSE_PREFILL,
 )
-from mla_portable.problems.probe import probe_cases
-from mla_portable.problems.stage import Problem
-from mla_portable.registry import Registry
 
 CPU = torch.device("cpu")
 WITHOUT_FP64 = replace(CPU_FACTS, has_fp64=False)

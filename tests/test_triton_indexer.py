@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_portable.conformance.poison import poisoned
 from mla_portable.contracts import DeviceFacts, Primitive, Request
+from mla_portable.judge.conformance.poison import poisoned
 from mla_portable.layouts import LAYOUTS, index_query_dtype
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT, TOPK_SELECT
 from mla_portable.primitives import _select_in_parts as parts

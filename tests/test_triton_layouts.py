@@ -10,8 +10,8 @@ import torch
 from attention_steps import BATCHES, ROUTES, SPEC, assert_matches, make_step, plan_for
 
 from mla_portable.attention import SparseMLAAttention
+from mla_portable.choose import Registry
 from mla_portable.layouts import LAYOUTS as CACHE_LAYOUTS
-from mla_portable.registry import Registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REGISTRY = Registry(environ={})

@@ -19,6 +19,7 @@ from machines import H200
 import mla_portable_triton
 from mla_portable import primitives
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
+from mla_portable.choose import Registry
 from mla_portable.contracts import (
     Detector,
     DeviceFacts,
@@ -43,7 +44,6 @@ from mla_portable.primitives import (
     SPARSE_DECODE,
     TOPK_SELECT,
 )
-from mla_portable.registry import Registry
 from mla_portable_triton import support
 from mla_portable_triton.attention_configs import AttentionConfig, attention_config, program_shape
 

@@ -12,9 +12,9 @@ import torch
 from triton_machine import device, facts
 
 from mla_portable.contracts import DeviceFacts, Request
+from mla_portable.judge.problems.attention_problem import EDGES, AttentionParams, DecodeParams, PrefillParams
 from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.attention_problem import EDGES, AttentionParams, DecodeParams, PrefillParams
 from mla_portable_triton.bind_attention import bind_sparse_decode, bind_sparse_prefill
 
 __all__ = ["device", "facts"]  # fixtures

@@ -17,12 +17,12 @@ from compiling import compiling
 from machines import B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090
 from typer.testing import CliRunner
 
+from mla_portable.choose import Registry
 from mla_portable.cli.app import app
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request
 from mla_portable.dispatch import current_registry
 from mla_portable.kit.split_kv import ProgramShape, SplitSchedule, split_kv
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry
 from mla_portable.times.adding import add_to_file
 from mla_portable.times.files import parse_times
 from mla_portable.times.records import MeasuredTime, Measurement

@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.bench.tune import Attempt, TuneResult, tune
+from mla_portable.choose import Registry
+from mla_portable.choose.own_times import OwnTimes, times_folder, tuned_file
 from mla_portable.cli.app import app
 from mla_portable.contracts import (
     Implementation,
@@ -32,10 +34,8 @@ from mla_portable.contracts import (
     hookimpl,
 )
 from mla_portable.dispatch import serving
+from mla_portable.judge.problems.bench import KernelCase
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.bench import KernelCase
-from mla_portable.registry import Registry
-from mla_portable.registry.own_times import OwnTimes, times_folder, tuned_file
 from mla_portable.times.adding import add_to_file, check_can_add
 from mla_portable.times.configurations import Configurations
 from mla_portable.times.files import parse_times, times_text

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, MergeStates
-from mla_portable.registry import get_registry
+from mla_portable.choose import get_registry
 
 
 def right(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,10 @@ from commands import document, invoke
 from machines import MACHINES
 from spoiled import registry_with
 
-from mla_portable.registry import Registry
-from mla_portable.vllm import settings
-from mla_portable.vllm.status import vllm_status
-from mla_portable.vllm.v4 import choice
+from mla_portable.choose import Registry
+from mla_portable.engines.vllm import settings
+from mla_portable.engines.vllm.status import vllm_status
+from mla_portable.engines.vllm.v4 import choice
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -86,7 +86,7 @@ def test_status_tells_whose_attention_deepseek_v4_gets(arch: str, install: Insta
 def test_doctor_prints_it(monkeypatch: pytest.MonkeyPatch, install: Install):
     install("0.33.0")
     assert document("doctor")["vllm"]["models"] == []  # of a CPU
-    monkeypatch.setattr("mla_portable.vllm.status._capability", lambda facts: (8, 9))
+    monkeypatch.setattr("mla_portable.engines.vllm.status._capability", lambda facts: (8, 9))
     assert document("doctor")["vllm"]["models"] == [["DeepSeek-V4", f"{choice.AS_FAR_AS}: {choice.BELOW_SM90}. {choice.FORK}"]]
     text = " ".join(invoke("doctor", registry=registry_with()).stdout.split())
     assert "DeepSeek-V4's attention in vLLM: vLLM serves DeepSeek-V4 here" in text and "fp8_einsum" in text

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mla_portable.conformance.poison import poisoned
 from mla_portable.contracts import DeviceFacts
+from mla_portable.judge.conformance.poison import poisoned
 from mla_portable_triton.support import interpreter_is_on
 
 __all__ = ["device", "facts", "memory_is_poisoned"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from fake_plugins import ANYWHERE, implementation, make_plugin
 
+from mla_portable.choose import Registry
 from mla_portable.contracts import (
     DeviceFacts,
     Reason,
@@ -16,7 +17,6 @@ from mla_portable.contracts import (
     Support,
 )
 from mla_portable.primitives import MERGE_STATES
-from mla_portable.registry import Registry
 
 GPU_ONLY = Support(source="a test", device_types=("cuda",))
 WIDE = Support(source="a test", device_types=("cpu", "cuda"), topk_multiple=64)

@@ -13,8 +13,8 @@ from suite import LEVELS, Suite
 from mla_portable.capability.profiles import Profile
 from mla_portable.capability.run import name_of
 from mla_portable.contracts import Features, Implementation, Request
+from mla_portable.judge.problems import cases_for
 from mla_portable.layouts import LAYOUTS
-from mla_portable.problems import cases_for
 
 
 def uncovered(

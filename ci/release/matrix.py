@@ -22,7 +22,7 @@ from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import Profile, all_profiles, profile_of
 from mla_portable.capability.run import Comparison, Run, runs_in
 from mla_portable.capability.table import make_matrix
-from mla_portable.registry import Registry
+from mla_portable.choose import Registry
 
 CAPABILITY: Final = Path(__file__).parents[2] / "capability"
 PAGE: Final = "MATRIX.md"

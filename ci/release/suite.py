@@ -19,7 +19,7 @@ from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import Profile
 from mla_portable.capability.run import name_of, unpacked
 from mla_portable.contracts import DeviceFacts, Implementation
-from mla_portable.problems import cases_for
+from mla_portable.judge.problems import cases_for
 
 LIST: Final = "cases.tsv.gz"
 LEVELS: Final = ("full", "quick")

@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang_kit import kit
 
-from mla_portable.engine.routing import served_by
+from mla_portable.engines.common.routing import served_by
 
 CASES = {case.name: case for case in kit.make_dsa_sparse_cases("dsa")}
 DECODE = CASES["dsa_sparse_decode_ragged_prefix"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_portable.sglang import places
+from mla_portable.engines.sglang import places
 
 METHODS = (places.SPARSE, places.KV, places.FA3)
 

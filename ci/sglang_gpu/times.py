@@ -20,8 +20,8 @@ from process import ARCH, DEVICE, trying
 from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
 
 from mla_portable.bench.timing import captured, measure
+from mla_portable.engines.sglang import places
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable.sglang import places
 
 TOPK: Final = 2048
 CONTEXT: Final = 8192

@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from mla_portable.engines.vllm.v4.kinds import Limits
+from mla_portable.engines.vllm.v4.layer import ServedLayer
 from mla_portable.layouts import LAYOUTS
 from mla_portable.models import DEEPSEEK_V4
-from mla_portable.vllm.v4.kinds import Limits
-from mla_portable.vllm.v4.layer import ServedLayer
 
 V4: Final = LAYOUTS["fp8_v4"]
 WINDOW, WIDTH, TOKENS_OF_A_BLOCK = DEEPSEEK_V4.topk, DEEPSEEK_V4.qk_head_dim, 256

@@ -45,9 +45,9 @@ from judge import Done
 from run_logged import run_logged
 
 from mla_portable.capability.run import Comparison, EngineTime
+from mla_portable.choose import get_registry
+from mla_portable.choose.facts import resolve_device
 from mla_portable.cli.recording import recorder
-from mla_portable.registry import get_registry
-from mla_portable.registry.facts import resolve_device
 
 ENGINE: Final = Path(__file__).with_name("engine.py")
 ROOT: Final = Path(__file__).parents[2]

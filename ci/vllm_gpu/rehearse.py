@@ -171,7 +171,7 @@ def state(loaded: Path) -> dict[str, Any]:
     from triton.runtime import driver
     from vllm.platforms import current_platform
 
-    from mla_portable.registry import get_registry
+    from mla_portable.choose import get_registry
 
     registry = get_registry()
     facts = registry.facts("cuda")

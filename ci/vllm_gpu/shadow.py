@@ -31,11 +31,11 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import InvalidArgument
-from mla_portable.vllm import compat, settings
-from mla_portable.vllm.backend import MLAPortableBackend
-from mla_portable.vllm.builder import MLAPortableMetadataBuilder
-from mla_portable.vllm.impl import MLAPortableImpl
-from mla_portable.vllm.metadata import MLAPortableMetadata
+from mla_portable.engines.vllm import compat, settings
+from mla_portable.engines.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm.builder import MLAPortableMetadataBuilder
+from mla_portable.engines.vllm.impl import MLAPortableImpl
+from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 
 STOCK: Final = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 

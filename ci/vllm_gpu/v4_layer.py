@@ -32,10 +32,10 @@ from vllm.forward_context import set_forward_context
 
 from mla_portable.accelerator import accelerator
 from mla_portable.bench.timing import captured, measure_in_turns
-from mla_portable.vllm import settings
-from mla_portable.vllm.v4 import choice
-from mla_portable.vllm.v4.kinds import keep_for_graph
-from mla_portable.vllm.v4.layer import HEADS
+from mla_portable.engines.vllm import settings
+from mla_portable.engines.vllm.v4 import choice
+from mla_portable.engines.vllm.v4.kinds import keep_for_graph
+from mla_portable.engines.vllm.v4.layer import HEADS
 
 TARGETS: Final = {8: 1.5, 16: 1.5, 64: 1.0}
 """Heads -> stock's time of a decode in units of ours that is aimed at."""

@@ -36,7 +36,7 @@ def flash_mla() -> None:
 
 def deep_gemm() -> None:
     """DeepGEMM's functions behind vLLM's wrappers of them, as the plugin puts them there."""
-    from mla_portable.vllm import indexer_seams
+    from mla_portable.engines.vllm import indexer_seams
 
     import_module("vllm.utils.import_utils").has_deep_gemm = lambda: True
     module: Any = import_module("vllm.utils.deep_gemm")
@@ -51,10 +51,10 @@ def backend() -> None:
     The tests make the builder before the layer's implementation, and neither is a part of a model: the implementation is
     attached to the builder that was made last, as a builder does with the layers that it finds.
     """
-    from mla_portable.vllm.backend import MLAPortableBackend
-    from mla_portable.vllm.builder import MLAPortableMetadataBuilder
-    from mla_portable.vllm.impl import MLAPortableImpl
-    from mla_portable.vllm.writer import choose_writer
+    from mla_portable.engines.vllm.backend import MLAPortableBackend
+    from mla_portable.engines.vllm.builder import MLAPortableMetadataBuilder
+    from mla_portable.engines.vllm.impl import MLAPortableImpl
+    from mla_portable.engines.vllm.writer import choose_writer
 
     made: list[MLAPortableMetadataBuilder] = []
 
@@ -240,7 +240,7 @@ def topk() -> None:
 
 def pools() -> None:
     """GLM-5.3-Flash's pools of keys as the plugin writes them below compute capability 8.9: bfloat16 in place of e4m3."""
-    from mla_portable.vllm import pools as ours
+    from mla_portable.engines.vllm import pools as ours
 
     package = find_spec("vllm.models.glm5next")
     assert package is not None  # the sources have a test of it

@@ -11,6 +11,7 @@ from typing import Any
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.route_decision import RoutePart, RouteVerdict
 from mla_portable.attention.spec import AttentionSpec
+from mla_portable.choose.bound import Bound
 from mla_portable.contracts import Request, ScheduleKind, StepPlan
 from mla_portable.primitives import (
     CONVERT_INDICES,
@@ -22,7 +23,6 @@ from mla_portable.primitives import (
     SparseDecode,
     SparsePrefill,
 )
-from mla_portable.registry.bound import Bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)

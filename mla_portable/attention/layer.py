@@ -27,11 +27,11 @@ from mla_portable.attention.route_decision import RouteDecision
 from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import JoinQuery, StepViews, join_halves
+from mla_portable.choose import Registry
 from mla_portable.contracts import WORKSPACE_ROUTES, InvalidArgument, Request, StepPlan, UnsupportedRequest
 from mla_portable.contracts.values import check_type, describe, device_of, refuse
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import CACHE_WRITE, CacheWrite
-from mla_portable.registry import Registry
 
 
 class SparseMLAAttention:

@@ -13,6 +13,10 @@ from typing import Final
 
 import torch
 
+from mla_portable.choose import Registry, get_registry
+from mla_portable.choose.bound import Bound
+from mla_portable.choose.names import AUTO, check_backend
+from mla_portable.choose.policy import ARGUMENT, DEFAULT, Rule, active_rules
 from mla_portable.contracts import (
     Decision,
     DeviceFacts,
@@ -26,10 +30,6 @@ from mla_portable.contracts import (
 from mla_portable.contracts.primitive import F
 from mla_portable.contracts.values import check_type
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry, get_registry
-from mla_portable.registry.bound import Bound
-from mla_portable.registry.names import AUTO, check_backend
-from mla_portable.registry.policy import ARGUMENT, DEFAULT, Rule, active_rules
 from mla_portable.times.prompts import PromptTimes
 
 _ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)

@@ -25,6 +25,7 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention.checks import check_layer_cache
 from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.spec import AttentionSpec
+from mla_portable.choose import Registry
 from mla_portable.contracts import Decision, DeviceFacts, PlanMismatch, Request
 from mla_portable.contracts.values import INT32_MAX, check_count, check_fields, check_type, describe, device_of, refuse
 from mla_portable.kit.rules import check_dense, check_disjoint, check_tensor, shape_of
@@ -37,7 +38,6 @@ from mla_portable.primitives import (
     MERGE_STATES,
     PACK_SELECTION,
 )
-from mla_portable.registry import Registry
 
 Project = Callable[[Tensor], Tensor]
 """The up-projection, `kv_b_proj` of a model: latent [N, 512] bf16 -> [N, H * (P + V)] bf16, for each head its P columns of the

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from mla_portable.attention.spec import AttentionSpec
+from mla_portable.choose.select import Standing
 from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
-from mla_portable.registry.select import Standing
 from mla_portable.times.prefill import PrefillTimes
 
 Role = Literal["convert", "decode", "prefill", "gather", "in_place"]

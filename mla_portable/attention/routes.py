@@ -26,11 +26,11 @@ from mla_portable.attention.converter import Converter
 from mla_portable.attention.layer_registry import LayerRegistry, forced_but_unused
 from mla_portable.attention.route_decision import NOT_OFFERED, NOT_SERVED, RouteDecision, RoutePart, RouteVerdict
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
+from mla_portable.choose.select import Ranking
 from mla_portable.contracts import Decision, DeviceFacts, Reason, Request
 from mla_portable.contracts.decision import grouped
 from mla_portable.planner.config import least_workspace
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry.select import Ranking
 from mla_portable.times.prefill import PrefillTimes
 from mla_portable.times.rows import Times
 

@@ -27,6 +27,8 @@ from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.route_decision import RouteDecision, RoutePart
 from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
+from mla_portable.choose import Registry
+from mla_portable.choose.bound import Bound
 from mla_portable.contracts import (
     DecodeSchedule,
     DeviceFacts,
@@ -42,8 +44,6 @@ from mla_portable.kit.rules import check_dense
 from mla_portable.kit.second_cache import second_cache
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry
-from mla_portable.registry.bound import Bound
 
 TENSORS: Final = TensorTable(
     "SlotAttention.forward",

@@ -11,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from mla_portable.choose import Registry
 from mla_portable.contracts import Baseline, Batch, DecodeSchedule, Implementation, Reason, Request
+from mla_portable.judge.problems.bench import BenchProblem, KernelCase
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.bench import BenchProblem, KernelCase
-from mla_portable.registry import Registry
 
 _CONTEXT: Final = 1
 """Tokens a planned request has in the cache for each of its query tokens: a schedule of decode depends on topk, not on that."""

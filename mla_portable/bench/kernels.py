@@ -18,10 +18,10 @@ from mla_portable.bench.candidates import Candidate, Refusal, baseline_candidate
 from mla_portable.bench.kernel_machine import MachineState, machine_state
 from mla_portable.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.bench.timing import Timing, captured, measure_in_turns
+from mla_portable.choose import Registry
+from mla_portable.choose.faults import first_line
 from mla_portable.contracts import Baseline, DeviceFacts, Implementation
-from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
-from mla_portable.registry import Registry
-from mla_portable.registry.faults import first_line
+from mla_portable.judge.problems.bench import BenchProblem, KernelCase, Workshop
 
 _SECONDS_PER_CASE: Final = 10.0
 """Rounds end early beyond that, where something is very slow."""

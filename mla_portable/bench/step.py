@@ -23,16 +23,16 @@ from mla_portable.attention.routes import route_requests
 from mla_portable.bench.candidates import prepared
 from mla_portable.bench.kernels import Progress
 from mla_portable.bench.timing import Timing, measure, run_and_measure
+from mla_portable.choose import Registry, get_registry
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Request
+from mla_portable.judge.problems import Finding
+from mla_portable.judge.problems.attention import SOFTMAX_SCALE, attend, findings
+from mla_portable.judge.problems.bench import Workshop
+from mla_portable.judge.problems.convert_indices import convert_indices
+from mla_portable.judge.problems.step import StepInputs, StepShape, make_inputs, step_bytes, step_cases
 from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_PREFILL
-from mla_portable.problems import Finding
-from mla_portable.problems.attention import SOFTMAX_SCALE, attend, findings
-from mla_portable.problems.bench import Workshop
-from mla_portable.problems.convert_indices import convert_indices
-from mla_portable.problems.step import StepInputs, StepShape, make_inputs, step_bytes, step_cases
-from mla_portable.registry import Registry, get_registry
 
 _PREFILLS: Final = {False: "sparse_prefill (cache)", True: "sparse_prefill (workspace)"}
 """Names of sparse_prefill's cases, by whether it reads gathered rows."""

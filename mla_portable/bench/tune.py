@@ -13,9 +13,9 @@ import torch
 from mla_portable.bench.candidates import Candidate, prepared
 from mla_portable.bench.kernels import Progress, time_candidates
 from mla_portable.bench.origin import measured_here
+from mla_portable.choose import Registry
 from mla_portable.contracts import Implementation, Tunable
-from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
-from mla_portable.registry import Registry
+from mla_portable.judge.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.times.records import MeasuredTime, Measurement
 from mla_portable.times.rows import time_spent
 

@@ -22,15 +22,15 @@ from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.bench.candidates import prepared
 from mla_portable.bench.kernels import Progress
 from mla_portable.bench.prompts import make_layer, time_step
+from mla_portable.choose import Registry
 from mla_portable.contracts import Decision, DeviceFacts, UnsupportedRequest
-from mla_portable.engine.asked import layer_spec
-from mla_portable.engine.routing import in_words, pairs, served_by
+from mla_portable.engines.common.asked import layer_spec
+from mla_portable.engines.common.routing import in_words, pairs, served_by
+from mla_portable.judge.problems.bench import Workshop
+from mla_portable.judge.problems.step import StepShape, make_inputs, step_cases
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS
 from mla_portable.models import Model
 from mla_portable.planner import Planner
-from mla_portable.problems.bench import Workshop
-from mla_portable.problems.step import StepShape, make_inputs, step_cases
-from mla_portable.registry import Registry
 
 _STEPS: Final = ((1, 0), (8, 0), (64, 0), (256, 0), (0, 2), (4, 2))
 """Decodes and prefills of the steps of a layer: what serves may depend on the number of rows."""

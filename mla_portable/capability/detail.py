@@ -9,8 +9,8 @@ from functools import cache
 
 from mla_portable.capability.matrix import Matrix, States
 from mla_portable.capability.profiles import Profile
+from mla_portable.choose import Registry
 from mla_portable.contracts import Primitive, Request
-from mla_portable.registry import Registry
 
 Changed = Callable[[str, str], int | None]
 """(implementation, commit) -> files of its code that changed since; None where nobody knows."""

@@ -12,7 +12,7 @@ from typing import Final
 
 import mla_portable
 
-_CORE: Final = ("layouts", "contracts", "kit", "primitives", "problems", "accelerator.py", "models.py")
+_CORE: Final = ("layouts", "contracts", "kit", "primitives", "judge/problems", "accelerator.py", "models.py")
 CORE: Final = tuple(f"mla_portable/{name}" for name in _CORE)
 """Of a checkout of mla_portable: what results of every plugin depend on."""
 

@@ -26,6 +26,7 @@ from mla_portable.capability.matrix import (
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.profiles import Profile, all_profiles
 from mla_portable.capability.run import SUFFIX
+from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -35,7 +36,6 @@ from mla_portable.primitives import (
     SPARSE_DECODE,
     SPARSE_PREFILL,
 )
-from mla_portable.registry import Registry
 
 _REFERENCE: Final = "reference.torch"
 Recorded = tuple[Sequence[RunLine], Sequence[Proof]]

@@ -22,8 +22,8 @@ from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 from mla_portable.cli.process import undisturbed
 
 if TYPE_CHECKING:
-    from mla_portable.conformance import CaseResult, Report
-    from mla_portable.conformance.report import Worst
+    from mla_portable.judge.conformance import CaseResult, Report
+    from mla_portable.judge.conformance.report import Worst
 
 
 def conform(
@@ -59,8 +59,8 @@ def conform(
         only = [primitive_named(each, param_hint="--primitive") for each in primitive or ()] or None
         where = resolve_device(device)
         from mla_portable.cli.recording import case_of, recorder
-        from mla_portable.conformance import run_suite
         from mla_portable.dispatch import current_registry
+        from mla_portable.judge.conformance import run_suite
 
         registry = current_registry()
         results: list[CaseResult] = []

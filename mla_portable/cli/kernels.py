@@ -119,10 +119,10 @@ def kernels(
         where = resolve_device(device)
         from mla_portable.bench.kernel_records import kernel_lines, kernel_run, times_of
         from mla_portable.bench.kernels import time_kernels
+        from mla_portable.choose.plugins import Brought
         from mla_portable.cli.recording import recorder
         from mla_portable.dispatch import current_registry
-        from mla_portable.problems.bench import kernel_cases, timed_primitives
-        from mla_portable.registry.plugins import Brought
+        from mla_portable.judge.problems.bench import kernel_cases, timed_primitives
 
         if out is not None and scale_format != "pow2":
             raise typer.BadParameter("must be pow2 beside --out: runs have no other times", param_hint="--scale-format")
@@ -196,11 +196,11 @@ def tune(
     with command(as_json=as_json) as output:
         where = resolve_device(device)
         from mla_portable.bench.tune import tune as run
+        from mla_portable.choose.own_times import times_folder, tuned_file
         from mla_portable.contracts import InvalidArgument
         from mla_portable.dispatch import current_registry
+        from mla_portable.judge.problems.bench import kernel_cases
         from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-        from mla_portable.problems.bench import kernel_cases
-        from mla_portable.registry.own_times import times_folder, tuned_file
         from mla_portable.times.adding import add_to_file, check_can_add
 
         registry, folder = current_registry(), times_folder()

@@ -97,8 +97,8 @@ def _for_a_person(found: Matrix) -> list[RenderableType]:
 def _one(output: Output, name: str, records: Path | None) -> None:
     from mla_portable.capability.detail import offers_on
     from mla_portable.capability.matrix import records_folder
+    from mla_portable.choose import Registry
     from mla_portable.cli.recording import plugins_code
-    from mla_portable.registry import Registry
 
     profile = profile_by_name(name, records, param_hint="DEVICE")
     registry = Registry(environ={}, probe=False, costs="measured")

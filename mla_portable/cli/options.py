@@ -70,8 +70,8 @@ def resolve_device(text: str | None) -> torch.device:
     Raises: typer.BadParameter for a second CPU; InvalidArgument for a name torch does not know and a device that is not there.
     """
     from mla_portable.accelerator import accelerator
+    from mla_portable.choose.facts import resolve_device as resolve
     from mla_portable.dispatch import current_registry
-    from mla_portable.registry.facts import resolve_device as resolve
 
     registry = current_registry()  # first: a vendor's plugin may bring the device type
     device = resolve(text or registry.default_device())

@@ -21,8 +21,8 @@ from mla_portable.bench.kernel_machine import machine_state
 from mla_portable.capability.history import Code, code_of, user_name
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.run import Case, Comparison, EngineTime, Run, Time, combined, new_run, read_run, write_run
+from mla_portable.choose import Registry
 from mla_portable.contracts import InvalidArgument
-from mla_portable.registry import Registry
 
 _NO_NAME = re.compile(r"[^a-z0-9_.]+")
 

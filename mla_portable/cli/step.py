@@ -17,7 +17,7 @@ from mla_portable.cli.output import EXIT_FAILED, columns, command, digits, hangi
 if TYPE_CHECKING:
     from mla_portable.bench.step import StepReport
     from mla_portable.contracts import Decision, Verdict
-    from mla_portable.problems.compare import Finding
+    from mla_portable.judge.problems.compare import Finding
 
 _MAX_SECONDS = 2.0
 """Plain torch on a CPU would take minutes otherwise."""
@@ -95,7 +95,7 @@ def run(
         where = resolve_device(device)
         from mla_portable.bench.step import run_step
         from mla_portable.dispatch import current_registry
-        from mla_portable.problems.step import default_shape
+        from mla_portable.judge.problems.step import default_shape
 
         with output.progress() as advance:
             report = run_step(

@@ -130,7 +130,7 @@ def _part_row(part: RoutePart, state: State | None) -> list[str]:
 
 
 def _indexer_row(decision: Decision, state: State | None) -> list[str]:
-    from mla_portable.engine.scorer import own_indexer
+    from mla_portable.engines.common.scorer import own_indexer
 
     if decision.chosen is None:
         return ["indexer", "NOTHING", decision.failure_text().partition("\n")[0]]

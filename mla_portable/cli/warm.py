@@ -44,7 +44,7 @@ def warm(
     with command(as_json=as_json) as output:
         where = resolve_device(device)
         if device is None and where.type == "cpu":
-            from mla_portable.registry.facts import why_no_accelerator
+            from mla_portable.choose.facts import why_no_accelerator
 
             problem = f"must be given where there is no accelerator ({why_no_accelerator()}): the device itself compiles"
             tries = "`--device cpu` tries the command, and `python -m mla_portable_triton.compile_all sm80` compiles Triton's "

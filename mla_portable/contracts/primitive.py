@@ -23,7 +23,7 @@ else:
     F = TypeVar("F")
 
 _CORE = "mla_portable.primitives"
-_CORE_PROBLEMS = "mla_portable.problems"
+_CORE_PROBLEMS = "mla_portable.judge.problems"
 _named: dict[str, Primitive[Any]] = {}
 
 
@@ -73,7 +73,7 @@ class Primitive(str, Generic[F]):
 
         Args:
             problems: the module whose PROBLEMS says how implementations are tried and judged; of a core primitive the one of
-                its name in `mla_portable.problems`.
+                its name in `mla_portable.judge.problems`.
         Raises: ValueError for a name that another module has taken.
         """
         known = _named.get(name)
@@ -94,8 +94,8 @@ class Primitive(str, Generic[F]):
 
     @property
     def problems(self) -> Any:
-        """How implementations are tried and judged, a `mla_portable.problems.Problems` that is imported on first use; None
-        where the primitive brings nothing."""
+        """How implementations are tried and judged, a `mla_portable.judge.problems.Problems` that is imported on first
+        use; None where the primitive brings nothing."""
         return import_module(self.problems_module).PROBLEMS if self.problems_module else None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -15,8 +15,8 @@ from typing import Final
 
 from torch import Tensor
 
+from mla_portable.choose.settings import read
 from mla_portable.contracts import Variable
-from mla_portable.registry.settings import read
 
 MAX_LOGITS: Final = Variable.choice("MLA_PORTABLE_FLASH_MLA_MAX_LOGITS", "on", "off")
 LOG2_E: Final = math.log2(math.e)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference backend: every core primitive in plain torch, on any device; attention and the indexer in float64 where it can.
 
-It is the embedded default: always there, never fast on a GPU. The oracle of each primitive (`mla_portable.problems`) judges it,
-and every other backend, in float64 on the CPU. What it computes is in `mla_portable.primitives`, beside each primitive.
+It is the embedded default: always there, never fast on a GPU. The oracle of each primitive (`mla_portable.judge.problems`)
+judges it, and every other backend, in float64 on the CPU. What it computes is in
+`mla_portable.primitives`, beside each primitive.
 """
 
 from __future__ import annotations

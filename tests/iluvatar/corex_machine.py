@@ -19,8 +19,8 @@ import machines
 
 import mla_portable.reference
 import mla_portable_iluvatar
+from mla_portable.choose import Registry
 from mla_portable.contracts import Registrar, hookimpl
-from mla_portable.registry import Registry
 
 Packages = Mapping[str, Callable[..., Any]]
 """Ops by "module:attribute"."""

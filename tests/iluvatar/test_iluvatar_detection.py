@@ -117,7 +117,7 @@ def test_the_environment_can_switch_it_off(corex_torch, monkeypatch):
 
 def test_the_registry_asks_it_before_it_believes_torch(corex_torch, monkeypatch):
     import mla_portable_iluvatar
-    from mla_portable.registry import Registry
+    from mla_portable.choose import Registry
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

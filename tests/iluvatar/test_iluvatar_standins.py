@@ -9,8 +9,8 @@ import pytest
 import torch
 from corex_machine import BI_V150, GENERATIONS, NEWEST, installed, registry
 
-from mla_portable.conformance import run_suite
 from mla_portable.contracts import Primitive, Request
+from mla_portable.judge.conformance import run_suite
 from mla_portable.primitives import SPARSE_PREFILL
 
 SERVED = {

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mla_portable.bench.step import run_step
 from mla_portable.cli.app import app
 from mla_portable.dispatch import serving
-from mla_portable.problems.step import StepShape
+from mla_portable.judge.problems.step import StepShape
 
 CPU = torch.device("cpu")
 SHAPE = StepShape(num_heads=16, topk=64, decodes=3, prefills=2, prefill_tokens=6, context=150)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from corex_machine import registry
 
-from mla_portable.conformance import cases_for, run_case
+from mla_portable.judge.conformance import cases_for, run_case
 from mla_portable.primitives import CONVERT_INDICES, INDEXER_LOGITS, SPARSE_DECODE, SPARSE_PREFILL
 
 CPU = torch.device("cpu")

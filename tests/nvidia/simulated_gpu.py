@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from machines import B200, H200
 
-from mla_portable.conformance import run_suite
+from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Registrar, hookimpl
-from mla_portable.registry import Registry
+from mla_portable.judge.conformance import run_suite
 from mla_portable_nvidia.flashmla import attention, discovery
 
 FACTS = {

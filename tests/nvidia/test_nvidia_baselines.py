@@ -17,10 +17,10 @@ from simulated_gpu import FACTS
 
 import mla_portable_nvidia
 from mla_portable.bench.candidates import baseline_candidates
+from mla_portable.choose import Registry
 from mla_portable.contracts import Primitive
+from mla_portable.judge.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
-from mla_portable.registry import Registry
 from mla_portable_nvidia.baselines.attention import fa3_function
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def baselines():
 def test_baselines_are_imported_when_they_are_asked_for():
     script = (
         "import sys, mla_portable_nvidia\n"
-        "from mla_portable.registry import Registry\n"
+        "from mla_portable.choose import Registry\n"
         "registry = Registry(plugins=[('nvidia', mla_portable_nvidia)], environ={})\n"
         "before = 'mla_portable_nvidia.baselines' in sys.modules\n"
         "print(before, len(registry.baselines().found) > 0)\n"

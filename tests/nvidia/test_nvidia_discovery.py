@@ -16,10 +16,10 @@ from simulated_gpu import FACTS, registry
 
 import mla_portable_nvidia
 from mla_portable import flash_mla
-from mla_portable.conformance import cases_for
+from mla_portable.choose import Registry
 from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
+from mla_portable.judge.conformance import cases_for
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry
 from mla_portable_nvidia import machine
 from mla_portable_nvidia.flashmla import discovery
 from mla_portable_nvidia.flashmla.attention import NOPE_NAME, check_kernel
@@ -324,7 +324,7 @@ def test_what_is_allowed_is_not_claimed():
 def test_importing_and_registering_load_nothing_and_touch_no_device():
     code = (
         "import sys, torch; before = set(sys.modules)\n"
-        "from mla_portable.registry import Registry\n"
+        "from mla_portable.choose import Registry\n"
         "import mla_portable_nvidia\n"
         "r = Registry(plugins=[('nvidia', mla_portable_nvidia)], environ={})\n"
         "assert all(report.ok for report in r.plugin_reports) and r.implementations()\n"

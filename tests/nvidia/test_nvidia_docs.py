@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import mla_portable_nvidia
-from mla_portable.registry import Registry
+from mla_portable.choose import Registry
 from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
 from mla_portable_nvidia.libraries import PROVIDER_VARIABLE

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_portable.registry.faults import is_fatal
+from mla_portable.choose.faults import is_fatal
 from mla_portable_nvidia.native.runtime import driver
 
 CONTEXT = 0xC0DE  # of device 0; device n has CONTEXT + n

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch_passes import TorchPromptLse
 
 from mla_portable.contracts import MLAPortableError, Request
+from mla_portable.judge.problems.masked_prefill import masked_prefill as oracle
 from mla_portable.primitives import MASKED_PREFILL
-from mla_portable.problems.masked_prefill import masked_prefill as oracle
 from mla_portable_nvidia.fa3.masked_prefill import bind_fa3_prompts, prompt_implementations
 from mla_portable_nvidia.fa3.operators import find_fa3_prompts
 from mla_portable_nvidia.fa3.prompt_lse import PromptLse

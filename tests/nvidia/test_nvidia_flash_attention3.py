@@ -14,8 +14,8 @@ from torch import Tensor
 from torch_passes import TorchBoundary, TorchPageLists
 
 from mla_portable.contracts import MLAPortableError, Primitive, Request
+from mla_portable.judge.problems.attention import attend
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.attention import attend
 from mla_portable_nvidia.fa3.operators import find_fa3
 from mla_portable_nvidia.fa3.sparse_attention import (
     FlashAttention3,

@@ -12,9 +12,9 @@ import torch
 from machines import H200
 
 import mla_portable_nvidia
+from mla_portable.choose import Registry
 from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.registry import Registry
 from mla_portable_nvidia.native import kernel_build
 from mla_portable_nvidia.native.build_choice import SMALL
 from mla_portable_nvidia.native.runtime import images, nvrtc

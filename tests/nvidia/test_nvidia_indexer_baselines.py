@@ -15,8 +15,8 @@ from test_nvidia_baselines import timed, why
 from torch import Tensor
 
 from mla_portable.bench.candidates import baseline_candidates
+from mla_portable.judge.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.primitives import INDEXER_SELECT, TOPK_SELECT
-from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable_nvidia.baselines.indexer import indexer_baselines
 
 CPU = torch.device("cpu")

@@ -13,13 +13,13 @@ from indexer_model import EmulatedPrefill
 from source_on_cpu import COMPILER
 from test_nvidia_indexer_logits import problem, request
 
+from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT
 from mla_portable.primitives import _select_in_parts as parts
 from mla_portable.primitives.indexer_logits import reference
 from mla_portable.primitives.indexer_select import reference as select_reference
 from mla_portable.primitives.topk_select import reference as topk_reference
-from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable_nvidia.native import indexer_logits as indexer
 from mla_portable_nvidia.native.indexer_logits import PREFILL, NativeScores
 

@@ -22,8 +22,8 @@ from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
 from mla_portable.capability.matrix import proven_by_ci
+from mla_portable.choose import Registry
 from mla_portable.layouts import BF16, FP8_DS_MLA
-from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import kernel_build as build_module
 from mla_portable_nvidia.native import sparse_decode_sm80

@@ -14,9 +14,9 @@ from simulated_gpu import FACTS, conforms, registry
 from torch_passes import TorchBoundary, TorchPageLists
 
 from mla_portable.contracts import Request
+from mla_portable.judge.problems.attention import attend
 from mla_portable.layouts import BF16_NOPE
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.attention import attend
 from mla_portable_nvidia.fa3.operators import IDLE_QUERY_BYTES, find_fa3
 from mla_portable_nvidia.fa3.sparse_attention import FlashAttention3, fa3_implementations
 from mla_portable_nvidia.flashmla.attention import NOPE_NAME, attention_implementations

@@ -16,10 +16,10 @@ from torch_passes import TorchBoundary
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import Request
+from mla_portable.judge.problems.attention import SOFTMAX_SCALE
+from mla_portable.judge.problems.step import StepInputs, StepShape, make_inputs
 from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.attention import SOFTMAX_SCALE
-from mla_portable.problems.step import StepInputs, StepShape, make_inputs
 from mla_portable_nvidia.flashmla.discovery import find_kernel
 from mla_portable_nvidia.passes import boundary
 

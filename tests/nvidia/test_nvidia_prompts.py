@@ -19,10 +19,10 @@ from masked_model import SOURCE, MaskedModel, stand_in_for_device
 from native_model import Memory, stand_ins
 from source_on_cpu import COMPILER, compiled
 
-from mla_portable.conformance.runner import run_case
 from mla_portable.contracts import InvalidArgument, Request
+from mla_portable.judge.conformance.runner import run_case
+from mla_portable.judge.problems.base import cases_for
 from mla_portable.primitives import MASKED_PREFILL, PACK_SELECTION
-from mla_portable.problems.base import cases_for
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import masked_prefill as masked
 from mla_portable_nvidia.native import pack_selection as pack

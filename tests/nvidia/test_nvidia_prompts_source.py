@@ -13,11 +13,11 @@ from native_model import stand_ins
 from simulated_gpu import conforms, registry
 from source_on_cpu import COMPILER
 
-from mla_portable.conformance.runner import run_case
+from mla_portable.judge.conformance.runner import run_case
+from mla_portable.judge.problems import masked_prefill as problems
+from mla_portable.judge.problems.base import Case
+from mla_portable.judge.problems.masked_prefill import MaskedPrefillParams
 from mla_portable.primitives import MASKED_PREFILL
-from mla_portable.problems import masked_prefill as problems
-from mla_portable.problems.base import Case
-from mla_portable.problems.masked_prefill import MaskedPrefillParams
 from mla_portable_nvidia.native import masked_prefill as masked
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -13,9 +13,9 @@ from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
 from test_nvidia_native_sm80 import REQUEST
 
+from mla_portable.judge.problems.attention_problem import EDGES, edge_lengths
 from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA, FP8_V4, LAYOUTS
-from mla_portable.problems.attention_problem import EDGES, edge_lengths
 from mla_portable_nvidia.native import attention_sm80
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

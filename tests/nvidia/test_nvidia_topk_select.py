@@ -15,9 +15,9 @@ from source_on_cpu import COMPILER
 from topk_model import Model, parameters, shared_size
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
+from mla_portable.judge.problems.topk_select import LONG, TopkSelectParams
+from mla_portable.judge.problems.topk_select import topk_select as oracle
 from mla_portable.primitives import TOPK_SELECT
-from mla_portable.problems.topk_select import LONG, TopkSelectParams
-from mla_portable.problems.topk_select import topk_select as oracle
 from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native import topk_select as native
 from mla_portable_nvidia.native.runtime.driver import Launches

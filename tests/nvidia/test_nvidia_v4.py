@@ -11,11 +11,11 @@ from flashmla_standins import GENERATIONS, installed
 from machines import H200
 from simulated_gpu import FACTS, conforms, registry
 
+from mla_portable.choose import Registry
 from mla_portable.contracts import InvalidArgument, PlanMismatch, Request, ScheduleLimits
+from mla_portable.judge.problems.sparse_decode import sparse_decode as oracle
 from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.problems.sparse_decode import sparse_decode as oracle
-from mla_portable.registry import Registry
 from mla_portable_nvidia.flashmla import discovery
 from mla_portable_nvidia.flashmla.attention import attention_implementations
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts

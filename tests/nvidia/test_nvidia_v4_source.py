@@ -15,9 +15,9 @@ from sm90_model import EmulatedSm90
 from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
 
+from mla_portable.judge.problems.attention_problem import EDGES, edge_lengths
 from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.attention_problem import EDGES, edge_lengths
 from mla_portable_nvidia.native.attention_sm90 import native_implementations
 from mla_portable_nvidia.native.build_choice import BUILDS
 from mla_portable_nvidia.native.sparse_decode import Build, Tensors, prepare

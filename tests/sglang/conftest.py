@@ -74,7 +74,7 @@ def expand_lengths(extend_seq_lens: Tensor, seq_lens: Tensor, total_len: int, ma
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_portable.sglang import index_codes, indexer, places, serving
+    from mla_portable.engines.sglang import index_codes, indexer, places, serving
 
     for name in ("", "_INDEXER"):
         monkeypatch.delenv(f"MLA_PORTABLE_SGLANG{name}", raising=False)

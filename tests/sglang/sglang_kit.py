@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mla_portable.attention import SlotAttention
 from mla_portable.contracts import DeviceFacts
-from mla_portable.sglang import indexer, serving, stock
+from mla_portable.engines.sglang import indexer, serving, stock
 
 CASE = unittest.TestCase()
 DEVICE = os.environ.get("MLA_TEST_SGLANG_DEVICE", "cpu")

@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from mla_portable.sglang import places
+from mla_portable.engines.sglang import places
 
 PROGRAMS = Path(__file__).parents[2] / "ci" / "sglang_gpu"
 NAMES = ("process", "stock", "times")

@@ -18,8 +18,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang_kit import cases, fixture, server_of, small
 from sglang_version import SELECTORS
 
+from mla_portable.engines.sglang import serving
 from mla_portable.kit.split_kv import SPLIT_KV
-from mla_portable.sglang import serving
 
 CASE = small(cases()["dsa_sparse_decode_ragged_prefix"])
 VERIFY = replace(CASE, name="verify", forward_mode=ForwardMode.TARGET_VERIFY, extend_lens=(3, 3, 3))

@@ -25,12 +25,12 @@ from sglang_kit import cases, fixture, small
 from sglang_version import SELECTORS
 from torch import Tensor
 
+from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, InvalidArgument
-from mla_portable.engine import index_keys, routing
-from mla_portable.engine.e4m3_stores import StandIn
+from mla_portable.engines.common import index_keys, routing
+from mla_portable.engines.common.e4m3_stores import StandIn
+from mla_portable.engines.sglang import index_codes, places, plugin, serving, settings, stock
 from mla_portable.layouts import INDEX_FP8
-from mla_portable.registry import Registry
-from mla_portable.sglang import index_codes, places, plugin, serving, settings, stock
 
 E4M3, WIDTH, ROWS = torch.float8_e4m3fn, 128, 64
 OPS = "sglang.kernels.ops"

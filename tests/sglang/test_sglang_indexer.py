@@ -7,7 +7,7 @@ import pytest
 from machines import A100, H200
 from sglang_kit import pretend_for_indexer
 
-from mla_portable.sglang import indexer, settings
+from mla_portable.engines.sglang import indexer, settings
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from test_sglang_index_codes import POOLS, ROWS, WIDTH, as_on_a_gpu, both, cache
 from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.sglang import index_codes
+from mla_portable.engines.sglang import index_codes
 
 __all__ = ["as_on_a_gpu"]
 

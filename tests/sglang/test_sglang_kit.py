@@ -10,9 +10,9 @@ import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_kit import CASE, cases, fixture, judging, kit, run, server_of, small
 
-from mla_portable.engine.routing import served_by
-from mla_portable.registry import Registry
-from mla_portable.sglang import serving
+from mla_portable.choose import Registry
+from mla_portable.engines.common.routing import served_by
+from mla_portable.engines.sglang import serving
 
 CASES = cases()
 TOPK = 16

@@ -15,9 +15,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_kit import cases, compare, fixture, judging, kit, run, server_of, small, without_rope
 
-from mla_portable.engine.routing import served_by
-from mla_portable.registry import Registry
-from mla_portable.sglang import places, serving
+from mla_portable.choose import Registry
+from mla_portable.engines.common.routing import served_by
+from mla_portable.engines.sglang import places, serving
 
 CASES = {name: small(case) for name, case in cases().items()}
 DECODE, EXTEND = CASES["dsa_sparse_decode_ragged_prefix"], CASES["dsa_sparse_prefill_long_extend"]

@@ -17,8 +17,8 @@ from sglang_kit import cases, fixture, judging, server_of
 from sglang_version import SELECTORS
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument
-from mla_portable.sglang import hooks, model, places, plugin, serving, settings, stock
-from mla_portable.sglang.status import changes
+from mla_portable.engines.sglang import hooks, model, places, plugin, serving, settings, stock
+from mla_portable.engines.sglang.status import changes
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
 POOLS = places.POOLS if SELECTORS else ()
@@ -38,7 +38,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def pretend(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts, *, libraries: bool = True) -> None:
     """SGLang's own kernels see this device; what serves here is bound for the CPU nevertheless."""
     monkeypatch.setattr(
-        "mla_portable.sglang.serving.get_registry",
+        "mla_portable.engines.sglang.serving.get_registry",
         lambda: SimpleNamespace(facts=lambda device: facts, keep=lambda key, make: make()),
     )
     monkeypatch.setattr(stock, "_import_error", lambda module: None if libraries else f"No module named {module!r}")

@@ -16,11 +16,11 @@ from sglang_kit import cases, fixture, judging, run, small
 from sglang_version import SELECTORS
 from torch import Tensor
 
+from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, InvalidArgument
-from mla_portable.engine import routing
+from mla_portable.engines.common import routing
+from mla_portable.engines.sglang import pool_rows, serving, settings, stock
 from mla_portable.layouts import FP8_DS_MLA, FP8_NOPE
-from mla_portable.registry import Registry
-from mla_portable.sglang import pool_rows, serving, settings, stock
 
 OPS = "sglang.kernels.ops"
 QUANT = import_module(f"{OPS}.quantization.dsa_quant_k_cache" if SELECTORS else f"{OPS}.attention.dsa.quant_k_cache")
@@ -194,7 +194,7 @@ def test_what_cannot_be_written_is_refused_when_the_model_is_built(monkeypatch: 
     for module in (pool_rows, routing):
         monkeypatch.setattr(module, "get_registry", lambda: registry)
     monkeypatch.setattr(
-        "mla_portable.sglang.serving.get_registry",
+        "mla_portable.engines.sglang.serving.get_registry",
         lambda: SimpleNamespace(facts=lambda device: A100, keep=lambda key, make: make()),
     )
     monkeypatch.setattr(stock, "_import_error", lambda module: None)

@@ -17,11 +17,11 @@ from sglang_kit import cases, fixture, server_of
 from torch import Tensor
 
 from mla_portable.attention import HeadDims
+from mla_portable.choose import Registry, get_registry
 from mla_portable.contracts import ContextShare
-from mla_portable.engine import prompts as shared
+from mla_portable.engines.common import prompts as shared
+from mla_portable.engines.sglang import model, places, prompts, settings
 from mla_portable.layouts import LAYOUTS
-from mla_portable.registry import Registry, get_registry
-from mla_portable.sglang import model, places, prompts, settings
 from mla_portable.times.prompts import PromptTimes
 
 HEADS, Q_RANK = 4, 32
@@ -80,7 +80,7 @@ def build(monkeypatch: pytest.MonkeyPatch, times: PromptTimes, *, topk: int = 16
     built = fixture(CASE, index_topk=topk, dsa_prefill_backend="flashmla_kv", **options)
     config = built.runner.model_config
     config.qk_nope_head_dim, config.v_head_dim, config.scaling = DIMS.nope, DIMS.value, 0.5
-    from mla_portable.sglang import serving
+    from mla_portable.engines.sglang import serving
 
     server = serving.attach(built.backend, built.runner)
     assert server is not None and server is server_of(built.backend) and server.prompts is not None
@@ -204,7 +204,7 @@ def test_layers_that_do_more_reach_sglang_s_own_method(name: str, monkeypatch: p
         layer.kv_b_proj = SimpleNamespace(set_lora=True)
     elif name != "llama_4_scaling":
         setattr(layer, name, None if name == "q_lora_rank" else True)
-    from mla_portable.sglang import hooks
+    from mla_portable.engines.sglang import hooks
 
     (place,) = [each for each in places.PROMPTS if each.name == "forward_absorb_prepare"]
     scaling = torch.ones(1) if name == "llama_4_scaling" else None

@@ -16,8 +16,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_kit import cases, pretend_for_indexer, small
 from sglang_version import FUSED
 
-from mla_portable.engine.e4m3_stores import StandIn
-from mla_portable.sglang import index_codes, serving, stock
+from mla_portable.engines.common.e4m3_stores import StandIn
+from mla_portable.engines.sglang import index_codes, serving, stock
 
 DECODE = small(cases()["dsa_sparse_decode_ragged_prefix"])
 VERIFY = replace(DECODE, name="dsa_sparse_target_verify", forward_mode=ForwardMode.TARGET_VERIFY, extend_lens=(3, 3, 3))

@@ -13,7 +13,7 @@ from machines import A100, H200
 from sglang_kit import pretend_for_indexer
 
 from mla_portable import deep_gemm
-from mla_portable.sglang import indexer, places
+from mla_portable.engines.sglang import indexer, places
 
 
 def stock_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> object:

@@ -14,7 +14,7 @@ from machines import A100, H200, RTX_4090
 from sglang_version import SELECTORS
 
 from mla_portable.contracts import DeviceFacts
-from mla_portable.sglang import settings, topk
+from mla_portable.engines.sglang import settings, topk
 
 VARIABLE = "SGLANG_OPT_USE_TOPK_V2"
 SOURCES = Path(sglang.__file__).parent / ("kernels/jit" if SELECTORS else "jit_kernel")

@@ -26,7 +26,7 @@ except metadata.PackageNotFoundError:
 @pytest.fixture(autouse=True, scope="package")
 def quick_backend() -> Iterator[None]:
     """What the plugin does with any backend is shown on the quick one; Triton's kernels have a test of their own."""
-    from mla_portable.registry import reset_registry
+    from mla_portable.choose import reset_registry
 
     with ExitStack() as patches:
         if FORM != "iluvatar-ops":

@@ -21,8 +21,8 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.attention.backends.mla import flashmla_sparse
 
-from mla_portable.registry import registry as registry_module
-from mla_portable.vllm import compat
+from mla_portable.choose import registry as registry_module
+from mla_portable.engines.vllm import compat
 
 sys.path.append(str(Path(__file__).parents[1] / "iluvatar"))
 

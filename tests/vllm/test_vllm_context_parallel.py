@@ -20,8 +20,8 @@ import mla_portable
 from mla_portable import primitives
 from mla_portable.attention import SelectionMerge
 from mla_portable.contracts import ContextShare
-from mla_portable.vllm import auto, compat, context_parallel, indexer, indexer_choice, model, plugin, settings
-from mla_portable.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm import auto, compat, context_parallel, indexer, indexer_choice, model, plugin, settings
+from mla_portable.engines.vllm.backend import MLAPortableBackend
 
 GROUPS = [(2, 1), (3, 4), (4, 64)]
 

@@ -26,13 +26,13 @@ from vllm_engine import CPU, make_config
 
 from mla_portable import use
 from mla_portable.attention import SlotAttention
+from mla_portable.choose import Registry
 from mla_portable.cli.doctor.reading import in_log, in_metrics
 from mla_portable.contracts import InvalidArgument
-from mla_portable.engine.routing import serving
-from mla_portable.registry import Registry
-from mla_portable.vllm import indexer_choice, plugin, settings
-from mla_portable.vllm.status import vllm_status
-from mla_portable.vllm.v4 import choice, kinds, layer
+from mla_portable.engines.common.routing import serving
+from mla_portable.engines.vllm import indexer_choice, plugin, settings
+from mla_portable.engines.vllm.status import vllm_status
+from mla_portable.engines.vllm.v4 import choice, kinds, layer
 
 SIZES = Sizes(topk=24, chosen=21, max_tokens=160, max_len=1024, blocks=40, device=CPU)
 HEADS = 4

@@ -36,11 +36,11 @@ from vllm_engine import (
 )
 
 from mla_portable.attention import SparseMLAAttention
+from mla_portable.choose import Registry, use
 from mla_portable.contracts import InvalidArgument, PlanMismatch
+from mla_portable.engines.vllm import compat
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import PlannerConfig
-from mla_portable.registry import Registry, use
-from mla_portable.vllm import compat
 from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
 
 BATCHES = {
@@ -98,7 +98,7 @@ def test_vllms_operator_joins_the_halves_of_a_query(monkeypatch: pytest.MonkeyPa
         seen.append(out.data_ptr())
         out.copy_(torch.cat([ql_nope, q_pe], dim=-1))
 
-    monkeypatch.setattr("mla_portable.vllm.compat.query_joiner", lambda: join)
+    monkeypatch.setattr("mla_portable.engines.vllm.compat.query_joiner", lambda: join)
     engine = make_engine("fp8")
     step = make_step(engine, [1, 1, 5], [100, 64, 200], padded_tokens=8)
     metadata = engine.builder.build(0, step.common)
@@ -112,7 +112,7 @@ def test_vllms_operator_joins_the_halves_of_a_query(monkeypatch: pytest.MonkeyPa
 def test_nothing_is_written_for_a_step_that_does_not_fit(fault: str, monkeypatch: pytest.MonkeyPatch):
     """Not even the layer's own buffer, into which vLLM's operator joins the halves of the query."""
     joined: list[int] = []
-    monkeypatch.setattr("mla_portable.vllm.compat.query_joiner", lambda: lambda *halves: joined.append(1))
+    monkeypatch.setattr("mla_portable.engines.vllm.compat.query_joiner", lambda: lambda *halves: joined.append(1))
     engine = make_engine("fp8")
     step = make_step(engine, [1, 1, 5], [100, 64, 200])
     metadata = engine.builder.build(0, step.common)
@@ -184,7 +184,7 @@ def test_a_prompt_is_gathered_where_that_was_measured_to_be_faster(monkeypatch: 
     }
     cpu = Registry(environ={}).facts("cpu").name
     timed = Registry(environ={}, costs=costs_of({"reference.torch": us}, cpu, HEADS, TOPK))
-    monkeypatch.setattr("mla_portable.registry.registry._registry", timed)
+    monkeypatch.setattr("mla_portable.choose.registry._registry", timed)
     with use("reference"):
         engine = make_engine("fp8")
     assert engine.builder.attention.route == "split" and engine.builder.attention.buffers.workspace is not None
@@ -207,7 +207,7 @@ def test_drafts_are_verified_as_decodes(dtype: str, batch: str):
 
 
 def test_lse_is_returned_where_vllm_merges_partial_results(monkeypatch: pytest.MonkeyPatch):
-    from mla_portable.vllm.impl import MLAPortableImpl
+    from mla_portable.engines.vllm.impl import MLAPortableImpl
 
     reserve = MLAPortableImpl._reserve
 

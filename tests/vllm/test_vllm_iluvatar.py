@@ -17,10 +17,10 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm_engine import HEADS, LATENT, NOPE, V_DIM, KvBProj, PackedKvBProj, check_step, make_engine
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.vllm import compat, settings
-from mla_portable.vllm.backend import MLAPortableBackend
-from mla_portable.vllm.impl import MLAPortableImpl
-from mla_portable.vllm.projecting import ProjectingImpl
+from mla_portable.engines.vllm import compat, settings
+from mla_portable.engines.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm.impl import MLAPortableImpl
+from mla_portable.engines.vllm.projecting import ProjectingImpl
 
 
 @pytest.fixture(params=["reference", "vendor's ops"])

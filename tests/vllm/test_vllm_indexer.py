@@ -20,7 +20,7 @@ from vllm_indexer import BLOCK, HEADS, NAME, TOPK, WIDTH, call, check, make_batc
 
 from mla_portable import primitives, use
 from mla_portable.contracts import ContextShare, InvalidArgument
-from mla_portable.vllm import indexer, indexer_choice, indexer_seams, settings
+from mla_portable.engines.vllm import indexer, indexer_choice, indexer_seams, settings
 
 
 @pytest.fixture(autouse=True)

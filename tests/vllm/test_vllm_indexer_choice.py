@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 from vllm_engine import make_config
 
 from mla_portable import deep_gemm
-from mla_portable.vllm import imports, indexer, indexer_choice, indexer_seams, plugin, settings
-from mla_portable.vllm.indexer_choice import IndexerChoice
+from mla_portable.engines.vllm import imports, indexer, indexer_choice, indexer_seams, plugin, settings
+from mla_portable.engines.vllm.indexer_choice import IndexerChoice
 
 
 @pytest.fixture(autouse=True)

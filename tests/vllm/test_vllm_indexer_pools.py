@@ -23,8 +23,8 @@ from interpreter_rounding import round_ties_to_even
 from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument
+from mla_portable.engines.vllm import indexer_choice, indexer_seams, pools
 from mla_portable.layouts import INDEX_FP8
-from mla_portable.vllm import indexer_choice, indexer_seams, pools
 
 POOL, WIDTH, ROWS = 4, 128, 64
 PATH = Path(vllm.__file__).parent / "models" / "glm5next" / "nvidia" / "ops" / "kpool_compress.py"

@@ -20,11 +20,11 @@ from vllm.v1.attention import backend as stock
 from vllm_engine import make_config
 
 from mla_portable import deep_gemm
-from mla_portable.vllm import compat, indexer_seams
-from mla_portable.vllm.backend import MLAPortableBackend
-from mla_portable.vllm.builder import MLAPortableMetadataBuilder
-from mla_portable.vllm.impl import READS, MLAPortableImpl
-from mla_portable.vllm.metadata import MLAPortableMetadata
+from mla_portable.engines.vllm import compat, indexer_seams
+from mla_portable.engines.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm.builder import MLAPortableMetadataBuilder
+from mla_portable.engines.vllm.impl import READS, MLAPortableImpl
+from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "interfaces").glob("*.json"))}
 OPTIONAL = {

@@ -16,7 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm_engine import BLOCK, CPU, MAX_LEN, TOPK, make_engine, make_step
 
-from mla_portable.vllm.metadata import MLAPortableMetadata
+from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 
 
 @pytest.mark.parametrize("capture", [False, True], ids=["step", "capture"])

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from mla_portable.cli.doctor import reading
-from mla_portable.vllm import plugin, settings
+from mla_portable.engines.vllm import plugin, settings
 
 
 def test_vllm_does_not_start_with_a_mode_that_is_not_allowed():
@@ -28,7 +28,7 @@ def test_vllm_finds_the_entry_point():
     code = (
         "from vllm.plugins import load_general_plugins; load_general_plugins(); load_general_plugins();"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum as e; print(e.CUSTOM.get_path());"
-        "import sys; print('mla_portable.vllm.backend' in sys.modules)"
+        "import sys; print('mla_portable.engines.vllm.backend' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-2:] == [plugin.BACKEND_PATH, "False"]
@@ -36,7 +36,7 @@ def test_vllm_finds_the_entry_point():
 
 CHILD = """
 import logging
-from mla_portable.engine.serving import publish
+from mla_portable.engines.common.serving import publish
 publish("NVIDIA H200", [("sparse_decode", "nvidia.native")] * 2, logging.getLogger())
 """
 SERVER = """

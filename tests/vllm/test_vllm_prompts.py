@@ -34,12 +34,12 @@ from vllm_engine import (
 )
 
 from mla_portable.attention import HeadDims
+from mla_portable.choose import Registry, get_registry, use
 from mla_portable.contracts import ContextShare, InvalidArgument
-from mla_portable.engine import prompts as shared
-from mla_portable.registry import Registry, get_registry, use
+from mla_portable.engines.common import prompts as shared
+from mla_portable.engines.vllm import compat, prompts
+from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 from mla_portable.times.prompts import PromptTimes
-from mla_portable.vllm import compat, prompts
-from mla_portable.vllm.metadata import MLAPortableMetadata
 
 TOKEN = PromptTimes(0, 1000, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 """By these the prompts of a step are faster over keys of each head from some new tokens on, whatever their contexts are."""

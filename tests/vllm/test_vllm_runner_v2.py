@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.gpu import attn_utils
 from vllm_engine import BLOCK, CPU, Engine, Step, assert_close, attend, expected, make_engine, make_step
 
-from mla_portable.vllm.metadata import MLAPortableMetadata
+from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 
 
 def start(engine: Engine, block_size: int = BLOCK) -> tuple[KVCacheConfig, list[Any], Any, list[int]]:

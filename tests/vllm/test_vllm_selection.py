@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker import workspace
 from vllm_engine import BLOCK, CPU, HEADS, KNOWN_LENGTHS, MAX_TOKENS, TOPK, attend, make_config, make_engine, make_step
 
+from mla_portable.choose import Registry, use
 from mla_portable.contracts import (
     DeviceFacts,
     Implementation,
@@ -26,11 +27,10 @@ from mla_portable.contracts import (
     UnsupportedRequest,
     hookimpl,
 )
-from mla_portable.registry import Registry, use
-from mla_portable.vllm import auto, compat, model, plugin, settings
-from mla_portable.vllm.backend import MLAPortableBackend
-from mla_portable.vllm.status import vllm_status
-from mla_portable.vllm.writer import Writer
+from mla_portable.engines.vllm import auto, compat, model, plugin, settings
+from mla_portable.engines.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm.status import vllm_status
+from mla_portable.engines.vllm.writer import Writer
 
 CUDA = torch.device("cuda")
 PLACES = [name for name in auto.PLACES if name in AttentionBackendEnum.__members__]
@@ -358,7 +358,7 @@ def test_what_nobody_serves_fails_at_start_with_every_reason(monkeypatch: pytest
 
 
 def test_building_a_layer_fails_too(monkeypatch: pytest.MonkeyPatch):
-    from mla_portable.vllm.impl import MLAPortableImpl
+    from mla_portable.engines.vllm.impl import MLAPortableImpl
 
     simulate(monkeypatch, SM80, Vendor("nvidia", "sm80", max_heads=2))
     none = dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name"))
@@ -421,7 +421,7 @@ def test_status_tells_whose_indexer_runs(arch: str, mode: str, ours: bool, monke
     registry = Registry(environ={"MLA_PORTABLE_BACKEND": "reference"})
     here = replace(registry.facts(CPU), vendor="nvidia", device_type="cuda", arch=arch, name="a GPU")
     monkeypatch.setattr(registry, "facts", lambda device: here)
-    monkeypatch.setattr("mla_portable.vllm.status._lacking", lambda module, names: [])  # before 0.24 it is vLLM's
+    monkeypatch.setattr("mla_portable.engines.vllm.status._lacking", lambda module, names: [])  # before 0.24 it is vLLM's
     found = vllm_status(registry, CPU, environ={settings.ENV_INDEXER: mode}).indexer
     assert found.startswith("mla_portable's (indexer_select" if ours else "vLLM's")
     assert mode == "auto" or f"{settings.ENV_INDEXER}={mode}" in found

@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm_engine import make_builder, make_engine
 
 from mla_portable.cli.doctor import reading
-from mla_portable.engine.routing import serving as served_by
-from mla_portable.vllm import settings
+from mla_portable.engines.common.routing import serving as served_by
+from mla_portable.engines.vllm import settings
 
 
 def test_a_builder_sets_the_gauge_and_logs_a_line_that_is_read(caplog: pytest.LogCaptureFixture):

@@ -14,9 +14,9 @@ import torch
 from vllm_engine import attend, check_step, make_engine, make_step
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.vllm import compat
-from mla_portable.vllm.backend import MLAPortableBackend
-from mla_portable.vllm.impl import MLAPortableImpl
+from mla_portable.engines.vllm import compat
+from mla_portable.engines.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm.impl import MLAPortableImpl
 
 
 @pytest.fixture

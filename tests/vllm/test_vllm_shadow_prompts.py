@@ -22,10 +22,10 @@ from torch import Tensor
 from vllm_engine import BLOCK, HEADS, LATENT, NOPE, ROPE, SCALE, TOPK, V_DIM, Engine, Step, make_engine, make_step, run_layer
 
 from mla_portable.contracts import InvalidArgument
+from mla_portable.engines.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm.builder import MLAPortableMetadataBuilder
+from mla_portable.engines.vllm.impl import MLAPortableImpl
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable.vllm.backend import MLAPortableBackend
-from mla_portable.vllm.builder import MLAPortableMetadataBuilder
-from mla_portable.vllm.impl import MLAPortableImpl
 
 MIXED = ([1, 1, 9, 33, 70], [100, 64, 9, 90, 140])
 """Decodes, a short prompt, one behind a cached context and one longer than the top-k: query and sequence lengths."""

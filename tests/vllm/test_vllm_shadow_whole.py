@@ -16,9 +16,9 @@ from test_vllm_shadow_prompts import MIXED, slots_of
 from vllm.model_executor.layers.attention import mla_attention
 from vllm_engine import HEADS, LATENT, NOPE, ROPE, Engine, make_engine, make_step, run_layer
 
-from mla_portable.registry import Registry
-from mla_portable.vllm import compat
-from mla_portable.vllm.backend import MLAPortableBackend
+from mla_portable.choose import Registry
+from mla_portable.engines.vllm import compat
+from mla_portable.engines.vllm.backend import MLAPortableBackend
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_engine import HEADS, assert_close, attend, check_step, expected, make_config, make_engine, make_step
 
 from mla_portable.attention import UnsupportedRoute
+from mla_portable.choose import Registry
 from mla_portable.contracts import ContextShare, Implementation, InvalidArgument, Primitive, Support, hookimpl
-from mla_portable.registry import Registry
-from mla_portable.vllm import compat, model
-from mla_portable.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm import compat, model
+from mla_portable.engines.vllm.backend import MLAPortableBackend
 
 STEPS = {
     "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),
@@ -156,7 +156,7 @@ def test_hy_v4_takes_this_backend_for_its_sinks(monkeypatch: pytest.MonkeyPatch)
     layer.__dict__ |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "is_sparse": True, "num_local_heads": HEADS}
     config = make_config()
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
-    importlib.import_module("mla_portable.vllm.plugin").register()
+    importlib.import_module("mla_portable.engines.vllm.plugin").register()
     with set_current_vllm_config(config):
         assert layer._resolve_sink_backend("auto") is MLAPortableBackend
     monkeypatch.setattr(MLAPortableBackend, "supports_sink", classmethod(lambda cls: False))

@@ -30,8 +30,8 @@ from vllm_engine import (
 )
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.vllm import compat, model, writer
-from mla_portable.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm import compat, model, writer
+from mla_portable.engines.vllm.backend import MLAPortableBackend
 
 STEPS = {
     "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),

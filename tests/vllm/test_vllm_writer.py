@@ -10,9 +10,9 @@ import torch
 from vllm_engine import CPU, make_engine
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.vllm import settings
-from mla_portable.vllm import writer as writer_module
-from mla_portable.vllm.writer import Trial, Writer
+from mla_portable.engines.vllm import settings
+from mla_portable.engines.vllm import writer as writer_module
+from mla_portable.engines.vllm.writer import Trial, Writer
 
 
 def fake_operator(scale: float, *, spoil: bool = False):

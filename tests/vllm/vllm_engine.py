@@ -29,7 +29,7 @@ from vllm.model_executor.models import registry
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from mla_portable.vllm.backend import MLAPortableBackend
+from mla_portable.engines.vllm.backend import MLAPortableBackend
 
 CPU = torch.device("cpu")
 HEADS, TOPK, NOPE, ROPE, V_DIM, LATENT = 4, 64, 128, 64, 128, 512

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from mla_portable.conformance import run_suite
+from mla_portable.choose import Registry
 from mla_portable.contracts import Primitive
+from mla_portable.judge.conformance import run_suite
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

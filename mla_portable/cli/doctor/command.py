@@ -18,9 +18,9 @@ from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 from mla_portable.models import DEEPSEEK_V32
 
 if TYPE_CHECKING:
+    from mla_portable.choose import PluginReport
     from mla_portable.cli.doctor.diagnosis import Choice, Diagnosis, TimesRead
     from mla_portable.contracts import DeviceFacts, EngineStatus
-    from mla_portable.registry import PluginReport
 
 
 def doctor(
@@ -100,7 +100,7 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
         mark = " (examined below)" if name == diagnosis.device and len(diagnosis.devices) > 1 else ""
         yield hanging("device", f"{name}: {_device(facts)}{mark}")
     if len(diagnosis.devices) == 1:
-        from mla_portable.registry.facts import why_no_accelerator
+        from mla_portable.choose.facts import why_no_accelerator
 
         here = (
             "What follows holds for this CPU; `mla-portable explain route --device NAME` answers for a device that is not here."

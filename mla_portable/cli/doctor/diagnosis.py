@@ -14,9 +14,9 @@ import torch
 
 from mla_portable._version import __version__
 from mla_portable.accelerator import device_names
+from mla_portable.choose import PluginReport, Policy, ProbeReport, Registry
+from mla_portable.choose.faults import first_line
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
-from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
-from mla_portable.registry.faults import first_line
 from mla_portable.times.files import TimesFile
 
 _PORTABLE: Final = 50.0

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How topk_select is tried and judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.judge.problems.base import STRENGTH, Params, Problems, one_variant
+from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.judge.problems.compare import BITS, Finding, same_bits
+from mla_portable.judge.problems.draw import generator
+from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
+from mla_portable.judge.problems.shapes import MANY_ROWS, can_capture, can_hold_many, topks
+from mla_portable.judge.problems.stage import Problem, Results, Stage
+from mla_portable.primitives import TOPK_SELECT
+
+TOLERANCES: Final = {("any", "out"): BITS}
+ROWS: Final = 6
+BUSY_ROWS: Final = 300
+"""More rows than a GPU has multiprocessors: a kernel may have another build for so many."""
+EDGES: Final = (
+    *((5, INT32_MIN), (INT32_MAX, INT32_MIN + 1), (INT32_MIN, INT32_MAX)),
+    *((7, INT32_MAX), (INT32_MIN + 1, 2), (INT32_MAX, INT32_MAX)),
+)
+"""Starts and ends whose differences, and what they are rounded up to, may wrap."""
+LONG: Final = 20_000
+"""Scores of a row that no block of threads holds in registers."""
+_FEW_TIES, _MANY_TIES, _TIES_BEHIND = 40, 2_500, 6_000
+"""Equal scores of "parted": a whole tile of 4,096 scores lies between, and they are more than a tile together."""
+
+
+def topk_select(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int) -> Tensor:
+    """[T, topk] int32: score by score, the larger first, of equal ones the earlier."""
+    out = torch.full((logits.shape[0], topk), -1, dtype=torch.int32, device="cpu")
+    for t, (start, end) in enumerate(zip(row_starts.tolist(), row_ends.tolist(), strict=True)):
+        row: list[float] = logits[t, max(start, 0) : max(end, 0)].tolist()
+        ranked = sorted((-score, position) for position, score in enumerate(row) if score > -math.inf)
+        best = [position for _, position in ranked[:topk]]
+        out[t, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
+    return out
+
+
+def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
+    """Positions, exactly."""
+    yield same_bits("out", got["out"], want["out"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopkSelectParams(Params):
+    """One topk_select call.
+
+    Attributes:
+        topk: K. length: N.
+        scores: "plain"; "ties", few different ones; "equal", all of them; "ascending", the largest last; "holes", -inf, NaN,
+            +inf and zeros of both signs among them; "absent", nothing but -inf; "zeros", of both signs, and few others;
+            "parted", the largest, all equal, lie at both ends of a LONG row, at its front fewer than K or more.
+        ranges: "whole"; "mixed": ends before K, at K and past N, negative starts, a start past the end, one column; "edges":
+            EDGES in turn.
+        rows: T.
+        inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
+    """
+
+    primitive = TOPK_SELECT
+    says = "k{topk}! n{length}! {scores} ranges_{ranges} t{rows} in{inputs} out_{outputs}"
+    asks = "topk"
+    topk: int
+    length: int
+    scores: str = "plain"
+    ranges: str = "whole"
+    rows: int = ROWS
+    inputs: str = "packed"
+    outputs: str = "fresh"
+
+    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+        """See Params."""
+        g, stage, apart = generator(seed), Stage(device), self.inputs == "views"
+        logits = torch.randn(self.rows, self.length, generator=g)
+        if self.scores == "ties":
+            logits = (2 * logits).round() / 2
+        elif self.scores == "equal":
+            logits.fill_(-3.5)
+        elif self.scores == "ascending":
+            logits = logits.sort(dim=1).values
+        elif self.scores == "holes":
+            for i, value in enumerate((-math.inf, math.nan, math.inf, 0.0, -0.0)):
+                logits[:, i::9] = value
+        elif self.scores == "absent":
+            logits.fill_(-math.inf)
+        elif self.scores == "zeros":
+            signed = torch.zeros_like(logits).copysign(logits)
+            signed[:, ::50] = logits[:, ::50]
+            logits = signed
+        elif self.scores == "parted":
+            logits.clamp_(max=1)
+            for row in range(self.rows):
+                logits[row, : _FEW_TIES if row % 2 else _MANY_TIES] = logits[row, -_TIES_BEHIND:] = 2
+        starts, ends = torch.zeros(self.rows, dtype=torch.int32), torch.full((self.rows,), self.length, dtype=torch.int32)
+        if self.ranges == "mixed":
+            starts = torch.tensor([0, 3, -7, 5, self.length + 9, 1], dtype=torch.int32)
+            ends = torch.tensor([self.topk, self.length + 100, self.length, 2, self.length, 2], dtype=torch.int32)
+        elif self.ranges == "edges":
+            starts, ends = torch.tensor(EDGES, dtype=torch.int32)[torch.arange(self.rows) % len(EDGES)].T.contiguous()
+        args = {
+            "logits": stage.read("logits", logits, strided=apart),
+            "row_starts": stage.read("row_starts", starts),
+            "row_ends": stage.read("row_ends", ends),
+        }
+        shape = (self.rows, self.topk)
+        keywords: dict[str, Any] = {"topk": self.topk}
+        if self.outputs != "fresh":
+            keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
+        want = topk_select(logits, starts, ends, topk=self.topk)
+
+        judge = partial(findings, "any", want={"out": want})
+        return Problem(stage, args, keywords, {"out": (shape, torch.int32)}, judge, frozenset({"out"}))
+
+
+def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[TopkSelectParams]:
+    """What a level asks of an implementation of topk_select."""
+    widths = topks(implementation, facts, level)
+    axes: dict[str, list[Any]] = {
+        "topk": [1, *widths][: None if level != "smoke" else 2],
+        "length": [300, 1, 3000],
+        "scores": ["plain", "ties", "equal", "ascending", "holes", "absent"],
+        "ranges": ["whole", "mixed"],
+        "inputs": ["packed", "views"],
+        "outputs": ["fresh", "packed", "views"],
+        "run": ["once", "repeat"],
+    }
+    if facts.device_type == "cpu":
+        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128]
+    yield from TopkSelectParams.covering(implementation, facts, axes, strength=STRENGTH[level])
+    if level == "smoke":
+        return
+    base = TopkSelectParams(topk=axes["topk"][-1], length=LONG, ranges="mixed")
+    yield from (replace(base, scores=scores) for scores in axes["scores"])
+    yield replace(base, scores="parted")
+    yield TopkSelectParams(topk=widths[0], length=300, scores="zeros")
+    few = TopkSelectParams(topk=widths[0], length=300, ranges="edges")
+    yield from (replace(few, length=length) for length in (300, 5000, LONG))
+    if facts.device_type != "cpu":
+        yield replace(few, length=LONG, rows=BUSY_ROWS)
+    if can_hold_many(facts, level):
+        yield replace(few, length=40, ranges="whole", rows=MANY_ROWS)
+    if can_capture(implementation, facts):
+        yield replace(base, run="graph", outputs="packed")
+
+
+def _of_request(request: Request, name: str) -> TopkSelectParams:
+    return TopkSelectParams(topk=request.topk or 64, length=300, scores="holes", ranges="mixed", outputs="packed")
+
+
+def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    """A case that is timed: rows searched from end to end, of float32 scores of unit variance that are hardly ever equal."""
+    device, topk = workshop.device, case.topk or 1
+    logits = workshop.scores(case.rows, case.width).mul_(2).sub_(1).erfinv_()
+    starts = torch.zeros(case.rows, dtype=torch.int32, device=device)
+    ends = torch.full_like(starts, case.width)
+    out = workshop.empty(case.rows, topk, dtype=torch.int32)
+    arguments = {"logits": logits, "row_starts": starts, "row_ends": ends, "topk": topk, "out": out}
+    judged = spread(case.rows, workshop.check_rows, device)
+
+    @cache
+    def wanted() -> Tensor:
+        return topk_select(logits[judged].cpu(), starts[judged], ends[judged], topk=topk)
+
+    def judge(results: Results) -> Iterator[Finding]:
+        yield from findings("any", {"out": results["out"][judged].cpu()}, {"out": wanted()})
+
+    return BenchProblem(case, workshop.request(case), arguments, 3, {"out": out}, logits.nbytes + out.nbytes, 0, judge)
+
+
+PROBLEMS: Final = Problems(
+    primitive=TOPK_SELECT,
+    oracle=topk_select,
+    tolerances=TOLERANCES,
+    findings=findings,
+    params=_params,
+    of_request=_of_request,
+    sizes=("topk",),
+    variants=one_variant("holes"),
+    rows=ROWS,
+    bench=Bench(
+        rows=(1, 16, 64),
+        heads=(),
+        make=_make,
+        shape=lambda case: f"T {case.rows}, N {case.width}, K {case.topk}",
+        width=lambda rows, topk: 32_768,
+    ),
+)

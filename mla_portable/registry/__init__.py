@@ -1,9 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The registry: which implementation serves a primitive, here and now, and why not the others."""
-
-from mla_portable.registry.plugins import PluginReport
-from mla_portable.registry.policy import Policy, use
-from mla_portable.registry.probe import ProbeReport
-from mla_portable.registry.registry import Registry, get_registry, reset_registry
-
-__all__ = ["PluginReport", "Policy", "ProbeReport", "Registry", "get_registry", "reset_registry", "use"]
