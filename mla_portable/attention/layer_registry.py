@@ -8,6 +8,7 @@ A name that is forced for one primitive must offer it. No route may leave out wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final
 
@@ -70,6 +71,10 @@ class LayerRegistry:
     def facts(self, device: torch.device) -> DeviceFacts:
         """What the registry knows about a device."""
         return self._registry.facts(device)
+
+    def guard(self, device: torch.device) -> AbstractContextManager[object]:
+        """Makes a device the current one while something is chosen for it; as `Machine.guard`."""
+        return self._registry.guard(device)
 
     def _argument(self, primitive: Primitive) -> str | None:
         if isinstance(self._backend, Mapping):

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, cast
@@ -253,6 +254,10 @@ class Registry:
     def facts(self, device: torch.device | str) -> DeviceFacts:
         """As `Machine.facts`."""
         return self._machine.facts(device)
+
+    def guard(self, device: torch.device | str) -> AbstractContextManager[object]:
+        """As `Machine.guard`."""
+        return self._machine.guard(device)
 
     def probe(self, implementation: Implementation, device: torch.device | str, *, layout: str | None = None) -> ProbeReport:
         """As `Machine.probe`. A choice does not ask this: it computes one problem of the request's own sizes and features."""

@@ -171,6 +171,16 @@ def test_the_metric_of_layers_reaches_prometheus():
     assert found >= {("sparse_decode", "reference.torch"), ("convert_indices", "reference.torch")}
 
 
+def test_the_layers_of_a_kind_take_the_decision_on_graphs(monkeypatch: pytest.MonkeyPatch):
+    made, decide = [], kinds.decide_route
+    monkeypatch.setattr(kinds, "decide_route", lambda *given, **named: made.append(decide(*given, **named)) or made[-1])
+    kinds._shared().clear()  # layers that other tests hold
+    case = Case("selected")
+    case.run(case.step([1], [300], 1))
+    (bound,) = case.layer._kinds.values()
+    assert len(made) == 1 and bound.attention.route_decision is made[0]
+
+
 @pytest.mark.parametrize("route, in_place", [("auto", True), ("direct", True), ("split", False)])
 def test_memory_profiling_reserves_a_workspace_only_where_prompts_are_gathered(
     route: str, in_place: bool, monkeypatch: pytest.MonkeyPatch

@@ -181,9 +181,9 @@ def _attention(spec: AttentionSpec, device: torch.device, *, clean: bool) -> Slo
     shared = _shared()
     found = shared.get((spec, device, clean))
     if found is None:
-        bound = decide_route(spec, device, clean_slots=clean).spec
-        found = SlotAttention(bound, device=device, clean_slots=clean)
-        if spec.graph and not bound.graph:
+        decision = decide_route(spec, device, clean_slots=clean)
+        found = SlotAttention(decision.spec, device=device, clean_slots=clean, route_decision=decision)
+        if spec.graph and not decision.spec.graph:
             _log_without_graphs(str(found.facts))
         shared[spec, device, clean] = found
         publish(found.facts.name, serving(found.route_decision), settings.logger)

@@ -60,7 +60,9 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         )
         with neutral_defaults():
             buffers, join = scratch.step_buffers(resolved, vllm_config, device), compat.query_joiner()
-            self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers, join_query=join)
+            self.attention = SparseMLAAttention(
+                resolved.spec, device=device, buffers=buffers, join_query=join, route_decision=resolved.decision
+            )
             # Lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far.
             config = replace(self.attention.planner_config(), block_size=None)
             if config.schedule_kind is not None and config.schedule_kind.assumes_topk:

@@ -85,8 +85,9 @@ class LayerKind:
 
         Raises: UnsupportedRoute or UnsupportedRequest, with the reasons against every implementation.
         """
-        spec = decide_route(spec, device, clean_slots=False).spec  # without graphs where none can be captured
-        self.attention = SlotAttention(spec, device=device)
+        decision = decide_route(spec, device, clean_slots=False)
+        spec = decision.spec  # without graphs where none can be captured
+        self.attention = SlotAttention(spec, device=device, route_decision=decision)
         self._wider: dict[int, SlotAttention] = {}
         self._sizes = limits.sizes
         self._accelerator = accelerator(self.attention.device)
