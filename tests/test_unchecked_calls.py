@@ -189,12 +189,12 @@ def test_what_is_handed_over_would_pass_the_primitives_own_check_and_is_of_the_s
     registry = registry_of(tape)
     with serving(registry):
         function(**given)
-        calls, kinds = list(tape.calls), dict(registry.served)
+        calls, kinds = list(tape.calls), dict(registry.dispatched)
         assert calls and kinds
         for name, args, kwargs in calls:
             getattr(primitives, name)(*args, **kwargs)
     assert len(tape.calls) == 2 * len(calls)
-    assert registry.served == kinds, f"other facts: {registry.served.keys() ^ kinds.keys()}"
+    assert registry.dispatched == kinds, f"other facts: {registry.dispatched.keys() ^ kinds.keys()}"
 
 
 @pytest.mark.parametrize("what", CALLS)

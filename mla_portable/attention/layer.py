@@ -22,7 +22,7 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention.bound_route import bind_route
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.checks import StepCheck, check_sink
-from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
+from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
 from mla_portable.attention.route_decision import RouteDecision, check_decided
 from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
@@ -53,7 +53,7 @@ class SparseMLAAttention:
         *,
         device: torch.device | str,
         registry: Registry | None = None,
-        backend: BackendChoice = None,
+        backend: ForcedBackend = None,
         workspace: Tensor | None = None,
         attn_sink: Tensor | None = None,
         buffers: StepBuffers | None = None,

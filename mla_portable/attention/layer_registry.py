@@ -37,7 +37,7 @@ _ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)
 _LAYERS: Final = (*_ATTENTION, CONVERT_INDICES, GATHER_UPCONVERT, CACHE_WRITE)
 """The primitives of a layer."""
 
-BackendChoice = str | Mapping[str, str] | None
+ForcedBackend = str | Mapping[str, str] | None
 """A backend for every primitive that it offers, or one for each primitive named; None lets the registry's policy decide."""
 
 
@@ -45,7 +45,7 @@ class LayerRegistry:
     """Asks the registry, with the forced backend of each primitive."""
 
     def __init__(
-        self, registry: Registry | None, backend: BackendChoice, *, probe: bool = True, where: str = "SparseMLAAttention"
+        self, registry: Registry | None, backend: ForcedBackend, *, probe: bool = True, where: str = "SparseMLAAttention"
     ) -> None:
         """
         Args:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention.checks import check_layer_cache
-from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
+from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.choose import Registry
 from mla_portable.contracts import Decision, DeviceFacts, PlanMismatch, Request
@@ -102,7 +102,7 @@ class PromptAttention:
         *,
         device: torch.device | str,
         registry: Registry | None = None,
-        backend: BackendChoice = None,
+        backend: ForcedBackend = None,
         key_rows: int | None = None,
     ) -> None:
         """Bind the primitives; the device is the current one meanwhile.

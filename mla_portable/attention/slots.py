@@ -23,7 +23,7 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention.bound_route import decode_parts
 from mla_portable.attention.checks import check_layer_cache, check_layer_rows, check_sink
 from mla_portable.attention.converter import skips_missing_keys
-from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
+from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
 from mla_portable.attention.route_decision import RouteDecision, RoutePart, check_decided
 from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
@@ -66,7 +66,7 @@ _MOST_WIDTHS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part(Generic[F]):
+class _ByLengths(Generic[F]):
     """A bound primitive: for calls without lengths, and for calls with them where it is faster for it (None: it is not)."""
 
     plain: Bound[F]
@@ -118,7 +118,7 @@ class SlotAttention:
         *,
         device: torch.device | str,
         registry: Registry | None = None,
-        backend: BackendChoice = None,
+        backend: ForcedBackend = None,
         clean_slots: bool = False,
         route_decision: RouteDecision | None = None,
     ) -> None:
@@ -399,10 +399,10 @@ def _check_decided(decision: RouteDecision, spec: AttentionSpec, facts: DeviceFa
         refuse(where, "route_decision", f"a decision with clean_slots={not clean_slots}", f"clean_slots={clean_slots}")
 
 
-def _bound(part: RoutePart, primitive: Primitive[F], demand: LayerRegistry) -> _Part[F]:
+def _bound(part: RoutePart, primitive: Primitive[F], demand: LayerRegistry) -> _ByLengths[F]:
     """What a part's decision chose, for calls without lengths and, where it skips missing keys, with them."""
     plain = demand.bound(part.decision, primitive)
     if not skips_missing_keys(plain.implementation):
-        return _Part(plain, None)
+        return _ByLengths(plain, None)
     skipping = demand.also(part.decision, lengths=True, extra_lengths=part.decision.request.extra_cache)
-    return _Part(plain, demand.bound(skipping, primitive) if skipping.request.lengths else None)
+    return _ByLengths(plain, demand.bound(skipping, primitive) if skipping.request.lengths else None)

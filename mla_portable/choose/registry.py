@@ -125,7 +125,7 @@ class Registry:
         self._names_checked: set[tuple[Rule, ...]] = set()
         self._selected: dict[_Key, tuple[Implementation | None, Decision]] = {}
         self._bound: dict[tuple[str, Request], Any] = {}
-        self.served: dict[tuple[Any, ...], Any] = {}
+        self.dispatched: dict[tuple[Any, ...], Any] = {}
         """For the public functions' own cache in front of `bind`: it goes where the registry goes."""
         self._kept: dict[tuple[Hashable, object], Any] = {}
         self._logged: set[object] = set()
@@ -203,7 +203,7 @@ class Registry:
             self._generation += 1
             self._selected.clear()
             self._bound.clear()
-            self.served.clear()
+            self.dispatched.clear()
             self._kept.clear()
 
     def _use_times(self, own: OwnTimes) -> None:

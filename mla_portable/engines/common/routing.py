@@ -63,7 +63,7 @@ def decide_route(
         return decide(replace(spec, graph=False)) if decision.chosen is None and spec.graph else decision
 
 
-def serving(decision: RouteDecision) -> tuple[tuple[str, str], ...]:
+def route_pairs(decision: RouteDecision) -> tuple[tuple[str, str], ...]:
     """(primitive, implementation) of each part of the chosen route, each once. Raises: UnsupportedRoute where there is none."""
     return pairs(part.decision for part in decision.verdict.parts)
 
@@ -72,7 +72,7 @@ def served_by(decision: RouteDecision) -> str:
     """What serves each primitive of the chosen route; where nothing serves, the reasons against every route."""
     if decision.chosen is None:
         return "; ".join(f"{verdict.route}: {verdict}" for verdict in decision.verdicts)
-    return in_words(serving(decision))
+    return in_words(route_pairs(decision))
 
 
 def pairs(decisions: Iterable[Decision]) -> tuple[tuple[str, str], ...]:

@@ -13,8 +13,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument
-from mla_portable.engines.common.routing import pairs, served_by, serving
-from mla_portable.engines.common.serving import publish
+from mla_portable.engines.common.metrics import publish
+from mla_portable.engines.common.routing import pairs, route_pairs, served_by
 from mla_portable.engines.vllm import compat, model, prompts, scratch
 from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 from mla_portable.engines.vllm.settings import logger
@@ -88,7 +88,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             resolved.spec.num_heads,
             resolved.writer.who,
         )
-        bound = serving(self.attention.route_decision)
+        bound = route_pairs(self.attention.route_decision)
         if found is not None and self._prompts is not None:
             bound += pairs(found.decisions.values())
         publish(self.attention.facts.name, bound, logger)
