@@ -108,7 +108,7 @@ def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tu
         graph = where.is_capturing()
     registry = get_registry() if _override is None else _override
     key = (primitive, backend, where, graph, facts, registry.choice_token())
-    served: Served[F] | None = registry.served.get(key)
+    served: Served[F] | None = registry.dispatched.get(key)
     if served is None:
         given: dict[str, Any] = dict(zip(primitive.facts, facts, strict=True))
         request = Request(primitive, registry.facts(tensor.device), graph=graph, **given)
@@ -121,9 +121,9 @@ def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tu
             if served is None:
                 raise
             return served  # not kept: outside of a capture more can be probed
-        if len(registry.served) >= _CACHE_LIMIT:
-            registry.served.clear()
-        registry.served[key] = served
+        if len(registry.dispatched) >= _CACHE_LIMIT:
+            registry.dispatched.clear()
+        registry.dispatched[key] = served
     return served
 
 

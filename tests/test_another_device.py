@@ -191,6 +191,67 @@ assert set(acme.guards) == {0}
 """)
 
 
+@pytest.mark.parametrize("what", ["a layer", "slots", "a decision on slots", "prompts"])
+def test_what_a_layer_takes_is_chosen_and_bound_on_its_device_whichever_is_current(what: str):
+    """Where several devices are equal, what is tried for a request runs on the current one."""
+    run(
+        """
+import sys
+
+from mla_portable.attention import HeadDims, PromptAttention, SlotAttention
+from mla_portable.contracts import Implementation, Primitive, Support, hookimpl
+from mla_portable.engines.common.routing import decide_route
+
+seen = []  # (what, the device that is current there)
+
+
+class Attention:
+    @hookimpl
+    def mla_portable_register(self, registrar):
+        for primitive in Primitive.all():
+            support = Support(source="this test", device_types=("acme",), vendors=("acme",), graph=False, kv_layouts=("bf16",),
+                              selection=True, lengths=True)
+            registrar.add(Implementation("vendor.all", primitive, support, bind, preference=1.0, check=check))
+
+
+def check(facts):
+    seen.append(("check", acme.current[0]))
+    return ()
+
+
+def bind(request):
+    seen.append(("bind", acme.current[0]))
+
+    def call(*args, **named):
+        seen.append(("call", acme.current[0]))
+        assert args[0].device.index == acme.current[0]
+        return request.primitive.reference(*args, **named)
+
+    return call
+
+
+registry = Registry(plugins=[("reference", reference), ("vendor", Attention()), ("acme", acme)], environ={})
+spec = mp.AttentionSpec(num_heads=2, kv_layout="bf16", block_size=16, topk=32, softmax_scale=0.1, max_num_tokens=8,
+                        max_num_reqs=4, max_model_len=64, graph=False, need_lse=False)
+makes = {
+    "a layer": lambda: mp.SparseMLAAttention(spec, device="acme:0", registry=registry).route_decision,
+    "slots": lambda: SlotAttention(spec, device="acme:0", registry=registry).route_decision,
+    "a decision on slots": lambda: decide_route(spec, torch.device("acme:0"), registry=registry, clean_slots=False),
+    "prompts": lambda: PromptAttention(spec, HeadDims(), device="acme:0", registry=registry).decisions,
+}
+registry.facts("acme:0"), registry.facts("acme:1")
+acme.current[0] = 1
+made = makes[sys.argv[1]]()
+decisions = made.values() if sys.argv[1] == "prompts" else [part.decision for part in made.verdict.parts]
+chosen = {decision.chosen for decision in decisions}
+assert chosen == {"vendor.all"}, (chosen, registry.plugin_reports)
+assert {what for what, _ in seen} == {"check", "bind", "call"}, seen  # binds of probes, too
+assert {index for _, index in seen} == {0} and acme.current == [1], seen
+""",
+        what,
+    )
+
+
 def test_slots_are_attended_to_on_it_whichever_device_is_current():
     run("""
 from mla_portable.attention import SlotAttention

@@ -242,7 +242,7 @@ def _ask_for_the_rest(decision: Decision | RouteDecision, backend: str | None) -
     from mla_portable.attention.prompts import HeadDims, prompt_requests
     from mla_portable.dispatch import current_registry
     from mla_portable.engines.common.asked import indexer_requests
-    from mla_portable.engines.common.prompts import refusals
+    from mla_portable.engines.common.prompt_route import refusals
 
     spec, facts, head_dims = decision.spec, decision.device, HeadDims()
     registry = current_registry()

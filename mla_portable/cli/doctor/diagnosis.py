@@ -63,7 +63,7 @@ class Examined:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PrimitiveChoice:
     """The implementation that is chosen for a primitive on the device; None when none can serve it.
 
     ranking: all candidates, in the order of the decision.
@@ -116,7 +116,7 @@ class Diagnosis:
     environment: tuple[tuple[str, str], ...]
     times: tuple[TimesRead, ...]
     examined: tuple[Examined, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[PrimitiveChoice, ...]
     problems: tuple[Problem, ...]
 
     @property
@@ -154,7 +154,7 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         problems += [*reported, *_unserved(decisions, facts)]
     rules = tuple((str(rule.primitive or "all"), rule.target, rule.control) for rule in policy.rules)
     choices = tuple(
-        Choice(str(d.request.primitive), d.chosen, d.control, d.forced, tuple(v.implementation for v in d.verdicts))
+        PrimitiveChoice(str(d.request.primitive), d.chosen, d.control, d.forced, tuple(v.implementation for v in d.verdicts))
         for d in decisions
     )
     problems += [*_forced_plugins(registry, rules), *_slow_launches(device)]
@@ -310,7 +310,7 @@ def _claims_of_everything(registry: Registry) -> Iterator[Problem]:
 
 
 def _defects(
-    examined: tuple[Examined, ...], rules: tuple[tuple[str, str, str], ...], choices: tuple[Choice, ...]
+    examined: tuple[Examined, ...], rules: tuple[tuple[str, str, str], ...], choices: tuple[PrimitiveChoice, ...]
 ) -> Iterator[Problem]:
     """Implementations that are declared for the device and do not work, fatal where the policy names them.
 
