@@ -244,9 +244,7 @@ def _pages(where: str, kv_cache: Any, device: torch.device) -> tuple[Tensor, dic
         refuse(where, "kv_cache", f"shape {list(kv_cache.shape)}", axes)
     if pages.dtype is not torch.uint8:
         refuse(where, "kv_cache", pages.dtype, axes)
-    layout, block_size, stride, alignment = check_cache(where, "kv_cache", pages, device, INDEX)
-    uneven = bool(stride % layout.row_width)
-    return pages, {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
+    return pages, check_cache(where, "kv_cache", pages, device, INDEX, kv_layout=INDEX_FP8.name)._asdict()
 
 
 def _count(where: str, argument: str, value: Any, least: int = 0) -> int:

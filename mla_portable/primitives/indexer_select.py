@@ -82,6 +82,7 @@ def indexer_select(
     interleave: int = 1,
     out: Tensor | None = None,
     scores_out: Tensor | None = None,
+    kv_layout: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """The positions of the K best-scored cached tokens of each query token: `topk_select` of `indexer_logits`.
@@ -90,7 +91,8 @@ def indexer_select(
 
     Args:
         q, weights, index_cache, query_start_loc, seq_lens, block_table: as of `indexer_logits`.
-        topk: K, at least 1. out: [T, K] int32, written; it overlaps no input. backend: see `mla_portable.primitives`.
+        topk: K, at least 1. out: [T, K] int32, written; it overlaps no input. kv_layout, backend: see
+            `mla_portable.primitives`.
         dcp_size, dcp_rank, interleave: `index_cache` and `block_table` hold the share of one rank of a `ContextShare`, in
             blocks of a multiple of `interleave`; `seq_lens` and positions are those of the whole sequence. Chosen are the best
             of the rank's own. The K best of all are among what the ranks choose: those of the highest scores there, and of
@@ -102,7 +104,7 @@ def indexer_select(
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
     """
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
-    facts = check(*pages, topk, dcp_size, dcp_rank, interleave, out, scores_out)
+    facts = check(*pages, topk, dcp_size, dcp_rank, interleave, out, scores_out, kv_layout)
     served = find(INDEXER_SELECT, backend, q, facts)
     if dcp_size == 1 and scores_out is None:
         return served.call(*pages, topk=topk, out=out)
@@ -114,10 +116,10 @@ class Facts(NamedTuple):
     """The fields of a Request that a call's arguments decide: first those of `PageFacts`."""
 
     kv_layout: str
-    num_heads: int
-    block_size: int
+    block_size: int | None
     cache_alignment: int
     uneven_blocks: bool
+    num_heads: int
     rows: int
     topk: int
     context_parallel: bool
@@ -136,13 +138,14 @@ def check(
     interleave: int,
     out: Tensor | None,
     scores_out: Tensor | None,
+    kv_layout: str | None = None,
 ) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
     check_count(where, "topk", topk, 1, INT32_MAX)
     check_share(where, dcp_size, dcp_rank, interleave)
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
-    facts = check_pages(TENSORS, pages, (out, scores_out), {"K": topk})
+    facts = check_pages(TENSORS, pages, (out, scores_out), {"K": topk}, kv_layout)
     check_result_size(where, topk, q.shape[0], out)
     if index_cache.shape[1] % interleave:
         expected = f"a divisor of block_size, {index_cache.shape[1]}"
@@ -165,6 +168,7 @@ def reference(
     interleave: int = 1,
     out: Tensor | None = None,
     scores_out: Tensor | None = None,
+    kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """A stable sort of the scores of some tokens at a time. `dtype` is that of the scores; they are chosen in float32."""
@@ -175,7 +179,7 @@ def reference(
     if scores_out is not None:
         scores_out.fill_(-math.inf)
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
-    for rows, found in seen_scores(*pages, dtype=dtype, share=share):
+    for rows, found in seen_scores(*pages, kv_layout=kv_layout, dtype=dtype, share=share):
         starts = torch.zeros(found.shape[0], dtype=torch.int32, device=q.device)
         ends = torch.full_like(starts, found.shape[1])
         own = select(found.float(), starts, ends, topk=topk, out=out[rows]).long()

@@ -61,7 +61,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch, query_len, num_heads, _ = q.shape
-        out, lse_out = attention_results(q, kv_cache, out, lse_out)
+        out, lse_out = attention_results(q, kv_cache, out, lse_out, kv_layout=request.kv_layout)
         if schedule is None:
             num_rows, topk = batch * query_len, indices.shape[2]
             num_splits = split_kv(
@@ -133,7 +133,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse_out = attention_results(q, kv, out, lse_out)
+        out, lse_out = attention_results(q, kv, out, lse_out, kv_layout=request.kv_layout)
         attention.launch(
             out.unsqueeze(1),
             lse_out.unsqueeze(1),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch
-from mla_portable.kit.results import attention_results
+from mla_portable.kit.results import head_results
 from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, CacheLayout
 from mla_portable_nvidia.alignment import aligned
 from mla_portable_nvidia.flashmla.cache_view import CacheView
@@ -146,7 +146,7 @@ class FlashMLADecode:
                 return out, self._no_lse
         batch, query_len, num_heads, _ = q.shape
         if self._finishes:
-            out, lse_out = attention_results(q, kv_cache, out, lse_out)
+            out, lse_out = head_results(q, KV_LORA_RANK, out, lse_out)
         else:
             lse_out = self._no_lse
         lists = [

@@ -125,7 +125,7 @@ class BoundAttention(ABC):
 
         The tensors may be those of sparse_prefill, [T, H, ...] instead of [B, S, H, ...].
         """
-        out, lse_out = attention_results(q, kv_cache, out, lse_out)
+        out, lse_out = attention_results(q, kv_cache, out, lse_out, kv_layout=self._kv_layout)
         cut = None if schedule is None else self.cut_of(schedule)
         q_at, kv_at, out_at = q.data_ptr(), kv_cache.data_ptr(), out.data_ptr()
         shapes = (q.shape, kv_cache.shape, indices.shape, q.get_device(), kv_cache.dtype)
