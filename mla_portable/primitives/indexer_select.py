@@ -46,7 +46,8 @@ class IndexerSelect(Protocol):
 
     With dcp_size > 1 cache and block table hold the own positions of dcp_rank (`ContextShare`), and K of these are chosen among
     those that the token sees. scores_out [T, topk] float32 is written: the score of each entry of `out`, -inf where that is -1.
-    An implementation that does not declare `Support.context_parallel` is called without these four arguments.
+    An implementation that does not declare `Support.context_parallel` is called without these four arguments. One that declares
+    `Support.needs_whole_tables` is called only where every position below a length has a block (`Request.whole_tables`).
     """
 
     def __call__(
@@ -190,6 +191,7 @@ INDEXER_SELECT: Final = Primitive[IndexerSelect](
     module=__name__,
     facts=Facts._fields,
     results=("out",),
+    stated=("whole_tables",),
     cache=INDEX,
     typical=INDEXER_LOGITS.typical,
     reference=reference,

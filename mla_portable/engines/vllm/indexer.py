@@ -203,7 +203,8 @@ def _bind(
     here = get_registry().facts(device)
     shared = share.size > 1
     requests: list[Request[Any]] = [
-        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=shared, **facts)
+        # vLLM's tables name a block for every token below a length; rows of padding have length 0
+        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=shared, whole_tables=True, **facts)
     ]
     if shared:
         requests.append(Request(TOPK_SELECT, here, topk=topk))

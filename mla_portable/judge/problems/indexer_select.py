@@ -20,6 +20,7 @@ from mla_portable.judge.problems.indexer_pages import (
     SCORES,
     PageParams,
     format_of,
+    needs_a_promise,
     page_of_request,
     page_params,
     scored,
@@ -148,7 +149,7 @@ class IndexerSelectParams(PageParams):
     primitive = INDEXER_SELECT
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! k{topk}! {batch}! share_{share} tail{tail} starts_{starts} "
-        "table_{table} in{inputs} out_{outputs} {blocks} stale{stale} absent_{absent}"
+        "table_{table} in{inputs} out_{outputs} {blocks} stale{stale} absent_{absent} promised{promised}"
     )
     asks = f"{PageParams.asks} topk context_parallel=share"
     topk: int
@@ -196,7 +197,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     if shared and level != "smoke":
         tokens, each = block_sizes(implementation, facts, level)[-1], heads(implementation, facts, level)
         fewest, many = each[0], each[-1]
-        sizes: dict[str, Any] = {"heads": many, "block_size": tokens, **few}
+        promised = needs_a_promise(implementation.support)
+        sizes: dict[str, Any] = {"heads": many, "block_size": tokens, "promised": promised, **few}
         for kv, scale_format in storages(implementation):
             for batch, share in (("long", "middle_of_3"), ("chunk", "last_of_2_by_block")):
                 yield IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes, batch=batch, share=share)
@@ -214,6 +216,7 @@ def _of_request(request: Request) -> IndexerSelectParams:
 
 
 def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    request = request.but(whole_tables=support.needs_whole_tables)
     yield "ragged", request
     if support.context_parallel:
         yield "share", request.but(context_parallel=True)
@@ -265,7 +268,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     seen = tokens * context - (tokens * (tokens - 1) // 2 if requests == 1 else 0)
     flops = 2 * heads * INDEX_HEAD_SIZE * seen
     moved = requests * context * layout.row_bytes + q.nbytes + out.nbytes
-    request = workshop.request(case, block_size=BLOCK_SIZE)
+    request = workshop.request(case, block_size=BLOCK_SIZE).but(whole_tables=True)
     # matrix units multiply e4m3 twice as fast as the bfloat16 that the roofline bound is measured with
     flops = flops // 2 if layout.is_quantized else flops
     return BenchProblem(case, request, arguments, 6, {"out": out}, moved, flops, judge)
