@@ -37,6 +37,8 @@ class Features:
         context_parallel: the cache holds one rank's share of each sequence (`ContextShare`), of several ranks.
         batch_invariant: a row's result may not depend, in a single bit, on the other rows: the bound implementation computes it
             in the same way for every `rows`, and a schedule cuts every batch in the same way (`PlannerConfig.batch_invariant`).
+        ordered: chosen positions (topk_select, indexer_select) ascend. Otherwise they may have any order, another one in each
+            call, the valid ones in front of -1.
         graph: the call is going to be captured in a CUDA graph.
     """
 
@@ -63,6 +65,10 @@ class Features:
     batch_invariant: bool = _flag(
         "Results must not depend on the other rows of the batch.",
         remedy="allow that the other rows of a batch change the order of a row's sums",
+    )
+    ordered: bool = _flag(
+        "Chosen positions ascend.",
+        remedy="pass ordered=False where nothing depends on the order, as attention does not",
     )
     graph: bool = _flag("The call is captured in a CUDA graph.")
 

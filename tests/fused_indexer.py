@@ -2,7 +2,8 @@
 """A plugin whose indexer is one operation for scores and top-k, as several vendors ship it: no score leaves it.
 
 The operation takes block tables as they are: an entry that names no block reads one of another request, as a device would read
-other memory. So the plugin declares `Support.needs_whole_tables`. `logits` is an operation of scores that reads tables so too.
+other memory. So the plugin declares `Support.needs_whole_tables`. It lists the best position first, and nothing sorts them.
+`logits` is an operation of scores that reads tables so too.
 """
 
 from __future__ import annotations
@@ -90,9 +91,7 @@ class Fused:
         out.fill_(-1)
         some, ends, lengths = _requests(q, index_cache, query_start_loc, seq_lens, block_table)
         if some.stop > some.start and len(index_cache):
-            found = lightning(q[some], index_cache, weights[some], ends, lengths, block_table, topk)
-            last = torch.iinfo(torch.int32).max
-            out[some] = torch.where(found < 0, last, found).sort(dim=1).values.masked_fill_((found < 0).sort(dim=1).values, -1)
+            out[some] = lightning(q[some], index_cache, weights[some], ends, lengths, block_table, topk)
         return out
 
 
@@ -129,6 +128,7 @@ class Plugin:
             "device_types": ("cpu",),
             "kv_layouts": (INDEX_FP8.name, "index_bf16"),
             "needs_whole_tables": True,
+            "ordered": False,
             **support,
         }
 

@@ -113,6 +113,7 @@ class Support(Features):
     compact: bool = True
     prefill_workspace: bool = True
     selection: bool = True
+    ordered: bool = True
     graph: bool = True
 
     def __post_init__(self) -> None:

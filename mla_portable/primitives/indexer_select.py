@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.share import ContextShare, check_share
-from mla_portable.contracts.values import INT32_MAX, check_count, refuse
+from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX
@@ -36,13 +36,14 @@ TENSORS: Final = TensorTable(
 
 
 class IndexerSelect(Protocol):
-    """The positions of the K best-scored cached tokens of each query token, in ascending order.
+    """The positions of the K best-scored cached tokens of each query token, in ascending order; in any where none is asked for.
 
     Arguments as of `IndexerLogits`, but for `out` [T, topk] int32, written and returned: positions in the token's request,
-    then -1. Chosen are the largest of the scores that indexer_logits gives, in float32, as topk_select chooses; -inf and NaN
-    never. A token that sees at most topk positions gets all of them that have a block; they need not be scored, so NaN may be
-    chosen there. Graph-safe with `out`; at most 64 MiB of scratch may be allocated on the current stream, at any batch and
-    context. Scores of as many tokens as fit are computed at a time, so a wide block table costs time: pass the columns in use.
+    then -1. What is bound for a request without `Request.ordered` may list them in any order, in front of -1. Chosen are the
+    largest of the scores that indexer_logits gives, in float32, as topk_select chooses; -inf and NaN never. A token that sees
+    at most topk positions gets all of them that have a block; they need not be scored, so NaN may be chosen there. Graph-safe
+    with `out`; at most 64 MiB of scratch may be allocated on the current stream, at any batch and context. Scores of as many
+    tokens as fit are computed at a time, so a wide block table costs time: pass the columns in use.
 
     With dcp_size > 1 cache and block table hold the own positions of dcp_rank (`ContextShare`), and K of these are chosen among
     those that the token sees. scores_out [T, topk] float32 is written: the score of each entry of `out`, -inf where that is -1.
@@ -78,6 +79,7 @@ def indexer_select(
     block_table: Tensor,
     *,
     topk: int,
+    ordered: bool = True,
     dcp_size: int = 1,
     dcp_rank: int = 0,
     interleave: int = 1,
@@ -92,6 +94,7 @@ def indexer_select(
     Args:
         q, weights, index_cache, query_start_loc, seq_lens, block_table: as of `indexer_logits`.
         topk: K, at least 1. out: [T, K] int32, written; it overlaps no input. backend: see `mla_portable.primitives`.
+        ordered: False allows any order of the positions, still in front of -1, which may differ from call to call.
         dcp_size, dcp_rank, interleave: `index_cache` and `block_table` hold the share of one rank of a `ContextShare`, in
             blocks of a multiple of `interleave`; `seq_lens` and positions are those of the whole sequence. Chosen are the best
             of the rank's own. The K best of all are among what the ranks choose: those of the highest scores there, and of
@@ -103,7 +106,7 @@ def indexer_select(
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
     """
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
-    facts = check(*pages, topk, dcp_size, dcp_rank, interleave, out, scores_out)
+    facts = check(*pages, topk, ordered, dcp_size, dcp_rank, interleave, out, scores_out)
     served = find(INDEXER_SELECT, backend, q, facts)
     if dcp_size == 1 and scores_out is None:
         return served.call(*pages, topk=topk, out=out)
@@ -121,6 +124,7 @@ class Facts(NamedTuple):
     uneven_blocks: bool
     rows: int
     topk: int
+    ordered: bool
     context_parallel: bool
 
 
@@ -132,6 +136,7 @@ def check(
     seq_lens: Tensor,
     block_table: Tensor,
     topk: int,
+    ordered: bool,
     dcp_size: int,
     dcp_rank: int,
     interleave: int,
@@ -141,6 +146,7 @@ def check(
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
     check_count(where, "topk", topk, 1, INT32_MAX)
+    check_flag(where, "ordered", ordered)
     check_share(where, dcp_size, dcp_rank, interleave)
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
     facts = check_pages(TENSORS, pages, (out, scores_out), {"K": topk})
@@ -148,7 +154,7 @@ def check(
     if index_cache.shape[1] % interleave:
         expected = f"a divisor of block_size, {index_cache.shape[1]}"
         refuse(where, "interleave", str(interleave), expected)
-    return Facts(*facts, topk, dcp_size > 1 or scores_out is not None)
+    return Facts(*facts, topk, ordered, dcp_size > 1 or scores_out is not None)
 
 
 @isolated
