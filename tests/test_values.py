@@ -245,6 +245,8 @@ def test_workspace_of_each_route():
         ({"needs_finite_values": True}, {}, ["finite_values"]),
         ({"needs_finite_values": True}, {"finite_values": True}, []),
         ({}, {"finite_values": True}, []),
+        ({"needs_whole_tables": True}, {}, ["whole_tables"]),
+        ({"needs_whole_tables": True}, {"whole_tables": True}, []),
     ],
 )
 def test_reasons_of_a_declaration_against_a_request(declared: dict[str, Any], asked: dict[str, Any], subjects: list[str]):

@@ -38,6 +38,7 @@ _TYPICAL: dict[str, Any] = {
     **{each.name: each.default for each in _FLAGS},
     "lse": True,
     "selection": True,
+    "ordered": True,
 }
 """Facts of a call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}

@@ -71,6 +71,7 @@ class Support(Features):
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
         needs_finite_values: keys and values must be promised to be finite (`Request.finite_values`).
+        needs_whole_tables: block tables must be promised to have no holes below a request's length (`Request.whole_tables`).
         extra_cache: a second cache with its own indices (`extra_kv_cache`); a feature, too.
         ends_in_order: the last kernel of a call ends after all that is before it in the stream, whatever the input: it is
             launched normally, or starts early and waits for a kernel of which this holds.
@@ -97,6 +98,7 @@ class Support(Features):
     cache_alignment: int = 1
     needs_whole_rows: bool = False
     needs_finite_values: bool = False
+    needs_whole_tables: bool = False
     extra_cache: bool = False
     ends_in_order: bool = False
     probes_graph: bool = False
@@ -111,6 +113,7 @@ class Support(Features):
     compact: bool = True
     prefill_workspace: bool = True
     selection: bool = True
+    ordered: bool = True
     graph: bool = True
 
     def __post_init__(self) -> None:
@@ -211,6 +214,9 @@ class Support(Features):
         if self.needs_finite_values and not r.finite_values:
             remedy = "promise it where every row of k and v was written: Request(finite_values=True)"
             yield Reason("finite_values", "not promised", "multiplies rows of other requests by 0", remedy)
+        if self.needs_whole_tables and not r.whole_tables:
+            remedy = "promise it where every table entry below a length names a block: Request(whole_tables=True)"
+            yield Reason("whole_tables", "not promised", "cannot leave out positions without a block", remedy)
         for feature, remedy in _REMEDIES.items():
             if getattr(r, feature) and not getattr(self, feature):
                 yield Reason(feature, "requested", "not supported", remedy)

@@ -36,6 +36,8 @@ class IndexerLogits(Protocol):
     Returns out [T, N] float32: out[t, s] = sum_h weights[t, h] * max(q[t, h] . k[s], 0) for positions s up to the token's
     own. All else is -inf: later positions, those without a block in the cache, and tokens that belong to no request.
     So is a score that is NaN, of a key, query or weight; max(NaN, 0) is NaN.
+    What declares `Support.needs_whole_tables` is called only where every position below a length has a block
+    (`Request.whole_tables`).
     """
 
     def __call__(
@@ -131,6 +133,7 @@ INDEXER_LOGITS: Final = Primitive[IndexerLogits](
     module=__name__,
     facts=PageFacts._fields,
     results=("out",),
+    stated=("whole_tables",),
     cache=INDEX,
     typical={"num_heads": DEEPSEEK_V32.index_heads, "kv_layout": "index_fp8"},
     reference=reference,

@@ -202,11 +202,24 @@ def _bind(
         facts = facts_of_pages(kv_cache, "sparse_attn_indexer")
     here = get_registry().facts(device)
     shared = share.size > 1
+    # attention adds in the order of the list, which must be the same for the same bits; candidates of ranks ascend so that a
+    # merge keeps the lower positions of equal scores
+    same_bits = compat.wants_batch_invariance()
     requests: list[Request[Any]] = [
-        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=shared, **facts)
+        # vLLM's tables name a block for every token below a length; rows of padding have length 0
+        Request(
+            INDEXER_SELECT,
+            here,
+            num_heads=num_heads,
+            topk=topk,
+            context_parallel=shared,
+            ordered=shared or same_bits,
+            whole_tables=True,
+            **facts,
+        )
     ]
     if shared:
-        requests.append(Request(TOPK_SELECT, here, topk=topk))
+        requests.append(Request(TOPK_SELECT, here, topk=topk, ordered=same_bits))
     if not _vllm_writes(device):
         made = _OURS.get(scale_format, "amax")
         requests.append(Request(INDEXER_CACHE_WRITE, here, scale_format=made, **facts))

@@ -78,7 +78,8 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
 
     device = request.device
-    topk = bind_part(Request(TOPK_SELECT, device, topk=request.topk, graph=request.graph), lambda _: topk_reference)
+    part = Request(TOPK_SELECT, device, topk=request.topk, ordered=request.ordered, graph=request.graph)
+    topk = bind_part(part, lambda _: topk_reference)
     return DeepGemmSelect(find_deepgemm(INDEXER_LOGITS, device), IndexPasses(), topk)
 
 
