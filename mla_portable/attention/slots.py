@@ -33,9 +33,11 @@ from mla_portable.contracts import (
     DecodeSchedule,
     DeviceFacts,
     InvalidArgument,
+    LengthsPlanner,
     ScheduleKind,
     ScheduleLimits,
     SchedulePlanner,
+    StepLengths,
 )
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.values import check_count, check_scale, check_type, describe, device_of, refuse
@@ -170,7 +172,7 @@ class SlotAttention:
                 batch_invariant=spec.batch_invariant,
                 request=decoder.request if decoder else None,
             )
-            self._planners: dict[tuple[int, int], SchedulePlanner] = {}
+            self._planners: dict[tuple[int, int], SchedulePlanner | LengthsPlanner] = {}
             self._schedules: dict[tuple[int, int, int], DecodeSchedule] = {}
             with neutral_defaults():
                 if self._kind is not None:
@@ -178,7 +180,7 @@ class SlotAttention:
                 # what is not asked for is written all the same
                 self._lse = torch.empty((spec.max_num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
 
-    def _planner(self, kind: ScheduleKind, topk: int, extra_topk: int) -> SchedulePlanner | None:
+    def _planner(self, kind: ScheduleKind, topk: int, extra_topk: int) -> SchedulePlanner | LengthsPlanner | None:
         """Of the schedules for lists of these widths; None where schedules are kept for as many other widths as may be."""
         found = self._planners.get((topk, extra_topk))
         if found is None and len(self._planners) < _MOST_WIDTHS:
@@ -186,22 +188,39 @@ class SlotAttention:
             self._planners[topk, extra_topk] = found
         return found
 
+    @property
+    def needs_lengths(self) -> bool:
+        """Schedules depend on the step's lengths: `prepare` makes none without them."""
+        return self._kind is not None and self._kind.needs_lengths
+
     def explain(self) -> str:
         """What serves decode and prefill rows, with the reasons against the others."""
         return self.route_decision.text()
 
-    def prepare(self, num_rows: int, topk: int | None = None, extra_topk: int | None = None) -> None:
+    def prepare(
+        self,
+        num_rows: int,
+        topk: int | None = None,
+        extra_topk: int | None = None,
+        *,
+        lengths: StepLengths | None = None,
+    ) -> None:
         """Make the schedule of a decode batch of so many rows; outside of graph capture, before the first layer of the step.
 
-        Numbers that no schedule is made for are passed over. A shape that was prepared before costs a look-up.
+        Numbers that no schedule is made for are passed over. A shape that was prepared before costs a look-up, unless schedules
+        depend on lengths (`ScheduleKind.needs_lengths`): then each step is prepared, those that replay a graph too.
 
         Args:
             topk, extra_topk: widths of the batch's lists where they are not the spec's. New widths allocate scratch, so
                 schedules are kept for the spec's and the first few others; in calls of any others the implementation makes one
                 for the call alone, as it does for shapes that are captured unprepared.
+            lengths: of this step's rows. Where schedules depend on them and they are None, the implementation makes a schedule
+                in each call of the step, without them.
         Raises: InvalidArgument.
         """
         spec, where = self.spec, "SlotAttention.prepare"
+        if lengths is not None:
+            check_type(where, "lengths", lengths, StepLengths, "StepLengths, or None")
         check_count(where, "num_rows", num_rows, 0)
         if topk is not None:
             check_count(where, "topk", topk, 1, spec.topk)
@@ -209,12 +228,18 @@ class SlotAttention:
             check_count(where, "extra_topk", extra_topk, min(1, spec.extra_topk), spec.extra_topk)
         widths = spec.topk if topk is None else topk, spec.extra_topk if extra_topk is None else extra_topk
         shape = (num_rows, *widths)
-        if self._kind is None or not 0 < num_rows <= spec.max_num_reqs or shape in self._schedules:
+        kind = self._kind
+        if self.needs_lengths:
+            # what other batches were prepared with are no lengths of this step
+            self._schedules = {of: each for of, each in self._schedules.items() if of != shape and of[0] == num_rows}
+            if lengths is None:
+                return
+        if kind is None or not 0 < num_rows <= spec.max_num_reqs or shape in self._schedules:
             return
         with neutral_defaults(), self._accelerator.guard():
-            planner = self._planner(self._kind, *widths)
+            planner = self._planner(kind, *widths)
             if planner is not None:
-                self._schedules[shape] = planner.get(num_rows, 1)
+                self._schedules[shape] = kind.schedule(planner, num_rows, 1, lengths)
 
     def forward(
         self,
@@ -376,7 +401,7 @@ class SlotAttention:
         if self._kind is None or num_rows > self.spec.max_num_reqs:
             return None
         schedule = self._schedules.get((num_rows, topk, extra_topk))
-        if schedule is None and not self._accelerator.is_capturing():
+        if schedule is None and not self.needs_lengths and not self._accelerator.is_capturing():
             self.prepare(num_rows, topk, extra_topk)
             schedule = self._schedules.get((num_rows, topk, extra_topk))
         return schedule

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, SlotAttention, UnsupportedRoute
 from mla_portable.choose import get_registry
-from mla_portable.contracts import InvalidArgument
+from mla_portable.contracts import InvalidArgument, StepLengths
 from mla_portable.contracts.values import device_of
 from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import decide_route, route_pairs, served_by
@@ -75,8 +75,10 @@ class BackendLayers:
     def prepare(self, metadata: Any) -> None:
         """Make the schedules of a decode batch, before its layers run or are captured."""
         if metadata.max_seq_len_q <= 1:
+            rows = metadata.dsa_cache_seqlens_int32.shape[0]
             for attention in self._attentions.values():
-                attention.prepare(metadata.dsa_cache_seqlens_int32.shape[0])
+                lengths = StepLengths(None, metadata.dsa_seqlens_expanded[:rows]) if attention.needs_lengths else None
+                attention.prepare(rows, lengths=lengths)
 
     def flashmla_sparse(
         self,
