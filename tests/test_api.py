@@ -23,7 +23,7 @@ from mla_portable.dispatch import serving
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16
 SLOTS = BLOCKS * BLOCK

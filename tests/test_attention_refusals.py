@@ -31,7 +31,7 @@ from mla_portable.attention import HeadDims, PromptAttention, SlotAttention, Spa
 from mla_portable.contracts import InvalidArgument, PlanMismatch, StepPlan
 from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.planner import Planner
-from mla_portable_nvidia.flashmla.tile_schedules import TileSchedule
+from mla_portable_common.flash_mla.tile_schedules import TileSchedule
 
 # what is refused
 

@@ -32,7 +32,7 @@ from mla_portable.engines.sglang import serving as sglang
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.planner.prompts import plan_prompts
 from mla_portable.primitives import CACHE_WRITE, MASKED_PREFILL, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 CPU = torch.device("cpu")
 

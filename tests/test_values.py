@@ -21,7 +21,7 @@ from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.times.prefill import PrefillTimes
 from mla_portable.times.rows import Times
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 
 def request(**changes: Any) -> Request:

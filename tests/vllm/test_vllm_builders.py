@@ -30,7 +30,7 @@ from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import InvalidArgument
 from mla_portable.engines.vllm import compat, model, settings
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 
 @pytest.mark.parametrize("microbatches", [False, True])

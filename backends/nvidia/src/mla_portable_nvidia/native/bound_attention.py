@@ -13,7 +13,7 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, InvalidArgument, Request
 from mla_portable.kit.results import attention_results
 from mla_portable.layouts import FP8_DS_MLA, LAYOUTS
-from mla_portable_nvidia.alignment import aligned
+from mla_portable_common.alignment import aligned
 from mla_portable_nvidia.native.checks import index_of
 from mla_portable_nvidia.native.runtime.driver import Launches
 from mla_portable_nvidia.native.sparse_decode import Tensors, rows_of

@@ -24,7 +24,7 @@ from mla_portable.primitives import (
     IndexerSelect,
     SelectInParts,
 )
-from mla_portable_nvidia.alignment import aligned
+from mla_portable_common.alignment import aligned
 from mla_portable_nvidia.native.checks import check, index_of
 from mla_portable_nvidia.native.kernel_build import KernelBuild, load
 from mla_portable_nvidia.native.runtime.driver import Kernel, Launch, Launches

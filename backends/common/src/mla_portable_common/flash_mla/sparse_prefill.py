@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.kit.results import head_results
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.alignment import aligned
-from mla_portable_nvidia.flashmla.conventions import PrefillKernel
-from mla_portable_nvidia.flashmla.head_padding import PaddedQueries, kernel_heads
-
-if TYPE_CHECKING:
-    from mla_portable_nvidia.passes.boundary import Boundary
+from mla_portable_common.alignment import aligned
+from mla_portable_common.flash_mla.conventions import BoundaryPasses, PrefillKernel
+from mla_portable_common.flash_mla.head_padding import PaddedQueries, kernel_heads
 
 TOPK_MULTIPLE: Final = 128
 SCRATCH_BYTES: Final = 128 << 20
@@ -39,7 +36,7 @@ class FlashMLAPrefill:
     def __init__(
         self,
         kernel: PrefillKernel,
-        boundary: Boundary,
+        boundary: BoundaryPasses,
         *,
         lse_base_2: bool,
         heads: Collection[int],
