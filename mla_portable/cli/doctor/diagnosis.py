@@ -195,7 +195,7 @@ def _slow_launches(device: torch.device) -> Iterator[Problem]:
     if device.type != "cpu" and find_spec("triton") is not None:
         from mla_portable.kit.triton_launcher import why_through_triton
 
-        why = why_through_triton()
+        why = why_through_triton(device.type)
         if why is not None:
             yield Problem(
                 f"launches of Triton kernels take the host longer than they need to: {why}",
