@@ -77,7 +77,9 @@ class Support(Features):
             launched normally, or starts early and waits for a kernel of which this holds.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         nan_keys: of the indexer: a key that holds NaN has no finite score; or whether that is so, as a function of the request.
-        min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
+        min_shared_memory: bytes a thread block needs; nothing is refused where torch does not say how many the
+            device has, which it does for "cuda".
+        needs_bf16, needs_fp8_conversion: abilities of the device.
     """
 
     source: str
@@ -166,7 +168,9 @@ class Support(Features):
             yield Reason("bfloat16", "missing", "required", "use another device")
         if self.needs_fp8_conversion and not device.has_fp8_conversion:
             yield Reason("e4m3 conversion", "not in hardware", "required", "use a backend that decodes e4m3 by bits")
-        if device.device_type != "cpu" and device.shared_memory < self.min_shared_memory:
+        # torch says it of every "cuda" device; there 0 is a simulated one's whose profile does not
+        known = device.shared_memory > 0 or device.device_type == "cuda"
+        if known and device.shared_memory < self.min_shared_memory:
             yield Reason("shared memory", f"{device.shared_memory} bytes", f"needs {self.min_shared_memory}")
 
     def shape_reasons(self, request: Request) -> Iterator[Reason]:
