@@ -15,7 +15,8 @@ import torch
 from mla_portable._version import __version__
 from mla_portable.accelerator import device_names
 from mla_portable.choose import PluginReport, Policy, ProbeReport, Registry
-from mla_portable.choose.faults import first_line
+from mla_portable.choose.faults import first_line, is_fatal
+from mla_portable.choose.probe import Unjudged
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
 from mla_portable.times.files import TimesFile
 
@@ -243,10 +244,12 @@ def _examine(
                 report = registry.probe(implementation, device)
                 reasons = report.reasons
             except Exception as error:
-                usable = False
+                usable = not is_fatal(error, device.type)
                 reasons = (Reason("probe", f"raised {first_line(error)}", "it should finish"),)
-                what = f"the device failed while {name} / {primitive} was probed: {first_line(error)}"
-                remedy = f"free its memory or reset it, or set MLA_PORTABLE_DISABLE={implementation.backend}"
+                subject = "the probe" if usable else "the device"
+                what = f"{subject} failed while {name} / {primitive} was probed: {first_line(error)}"
+                repair = "" if usable else "free its memory or reset it, or "
+                remedy = f"{repair}set MLA_PORTABLE_DISABLE={implementation.backend}"
                 problems.append(Problem(what, remedy, fatal=True))
         cost = costs.get((name, primitive), (implementation.preference, "declared"))
         yield Examined(name, primitive, *cost, reasons, report)
@@ -333,6 +336,9 @@ def _defects(
         of = f"all {len(primitives)} primitives" if everything else ", ".join(primitives)
         verdict = f"works for some requests only: it solves {solved}, and fails" if solved else "does not work here"
         what = f"{name} ({of}) {verdict}: {_words(reasons)}"
+        if all(isinstance(reason, Unjudged) for reason in reasons):
+            unjudged = "; ".join(f"{each.given.removeprefix('problem ')} ({each.limit})" for each in reasons)
+            what = f"the problem of {name}, {of} {unjudged}"
         remedy = _remedies(reasons) or "install what it misses; it is left out until then"
         if solved:
             remedy += f"; `mla-portable conform {name} --primitive {primitives[0]}` runs every case"
