@@ -40,10 +40,12 @@ from mla_portable.choose import Registry
 from mla_portable.choose import probe as probing
 from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Request, UnsupportedRequest
 from mla_portable.judge.problems import attention_problem, draw
+from mla_portable.judge.problems import probe as probe_problems
 from mla_portable.judge.problems.base import cases_for
 from mla_portable.judge.problems.probe import request_case
 from mla_portable.judge.problems.stage import Problem
 from mla_portable.kit.rules import check_cache
+from mla_portable.primitives import TOPK_SELECT
 
 # A choice computes one problem of the request's own sizes
 
@@ -384,3 +386,23 @@ def test_a_plugin_that_calls_the_registry_from_its_kernel_is_refused_at_once():
     assert decision.chosen == "reference.torch"
     (reason,) = decision.verdicts[-1].reasons
     assert "the plugin called the registry" in reason.given
+
+
+@pytest.mark.parametrize("topk", [16, 64, 300])
+def test_of_equal_scores_the_lower_positions_are_probed(topk: int):
+    """Among them those at the K-th place, and more scores than K, whatever K is."""
+
+    def later(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int, out: Tensor | None = None) -> Tensor:
+        width = logits.shape[1]
+        starts, ends = row_starts.clamp(0, width), row_ends.clamp(0, width)
+        found = TOPK_SELECT.reference(logits.flip(1), width - ends, width - starts, topk=topk)
+        kept = torch.where(found >= 0, (ends - starts).unsqueeze(1) - 1 - found, width).sort(dim=1).values
+        kept = torch.where(kept < width, kept, -1).to(torch.int32)
+        return kept if out is None else out.copy_(kept)
+
+    reg = registry(candidate(TOPK_SELECT, later, kv_layouts=()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(probe_problems.MOST_ON_A_CPU, "topk", 4096)
+        decision = reg.decide(Request(TOPK_SELECT, reg.facts("cpu"), topk=topk), backend="faulty")
+    (verdict,) = [each for each in decision.verdicts if each.implementation == "faulty.v1"]
+    assert [reason.given.partition(":")[0] for reason in verdict.reasons] == ["wrong values"]
