@@ -198,7 +198,7 @@ def test_the_cache_of_choices_is_bounded(tape, monkeypatch):
     monkeypatch.setattr(dispatch, "_CACHE_LIMIT", 4)
     for heads in range(1, 12):
         mla_portable.sparse_decode(**decode_arguments(heads=heads))
-        assert len(dispatch.current_registry().served) <= 4
+        assert len(dispatch.current_registry().dispatched) <= 4
 
 
 def test_a_reset_lets_go_of_the_registry_and_of_what_it_served(monkeypatch):
@@ -207,7 +207,7 @@ def test_a_reset_lets_go_of_the_registry_and_of_what_it_served(monkeypatch):
     outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
     mla_portable.merge_states(outs, lses, backend="reference")
     before = weakref.ref(get_registry())
-    assert before() is not None and before().served
+    assert before() is not None and before().dispatched
     reset_registry()
     gc.collect()
     assert before() is None
@@ -250,7 +250,7 @@ def test_calls_on_another_device_are_another_kind(tape, monkeypatch):
         gpus[index].current_index = lambda index=index: index
         monkeypatch.setattr(dispatch, "accelerator", lambda device, index=index: gpus[index])
         mla_portable.merge_states(outs, lses)
-    assert len(dispatch.current_registry().served) == 2
+    assert len(dispatch.current_registry().dispatched) == 2
 
 
 # steering
