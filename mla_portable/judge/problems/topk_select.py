@@ -18,7 +18,7 @@ from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, W
 from mla_portable.judge.problems.compare import BITS, Finding, same_bits
 from mla_portable.judge.problems.draw import generator
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
-from mla_portable.judge.problems.shapes import MANY_ROWS, can_capture, can_hold_many, topks
+from mla_portable.judge.problems.shapes import MANY_ROWS, accepted, can_capture, can_hold_many, topks
 from mla_portable.judge.problems.stage import Problem, Results, Stage
 from mla_portable.primitives import TOPK_SELECT
 
@@ -137,7 +137,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     """What a level asks of an implementation of topk_select."""
     widths = topks(implementation, facts, level)
     axes: dict[str, list[Any]] = {
-        "topk": [1, *widths][: None if level != "smoke" else 2],
+        "topk": accepted(implementation, facts, "topk", [1, *widths])[: None if level != "smoke" else 2],
         "length": [300, 1, 3000],
         "scores": ["plain", "ties", "equal", "ascending", "holes", "absent"],
         "ranges": ["whole", "mixed"],
@@ -146,7 +146,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         **orders(implementation.support),
     }
     if facts.device_type == "cpu":
-        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128]
+        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128] or axes["topk"][:1]
     yield from TopkSelectParams.covering(implementation, facts, axes, strength=STRENGTH[level])
     if level == "smoke":
         return
