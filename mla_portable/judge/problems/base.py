@@ -115,7 +115,8 @@ class Params(ABC):
 
     def request(self, device: DeviceFacts) -> Request:
         """What this case asks of the registry."""
-        asked = self.asked(device, {each.name: getattr(self, each.name) for each in fields(self)})
+        names = [*(word.rpartition("=")[2] for word in self.asks.split()), *(each.name for each in fields(self))]
+        asked = self.asked(device, {name: getattr(self, name) for name in names})
         return asked.but(graph=self.run == "graph", batch_invariant=self.run == "batches")
 
     @abstractmethod
