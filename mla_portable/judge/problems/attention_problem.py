@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleKind, ScheduleLimits, StepLengths
 from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.judge.problems import draw
-from mla_portable.judge.problems.attention import SOFTMAX_SCALE, attend, findings, score_terms
+from mla_portable.judge.problems.attention import LOW, LOW_QUERIES, SOFTMAX_SCALE, attend, findings, score_terms
 from mla_portable.judge.problems.base import Params
 from mla_portable.judge.problems.compare import Finding
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
@@ -130,7 +130,7 @@ class AttentionParams(Params):
     @property
     def storage_name(self) -> str:
         """What the tolerance table calls it."""
-        return self.scale_format or "bf16"
+        return LOW if self.accuracy == "low" else self.scale_format or "bf16"
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
@@ -193,6 +193,8 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     layout = LAYOUTS[params.kv_layout]
     kv = _vast_kv(params, stage, g) if params.blocks == "address" else _kv(params, stage, "kv", g)
     q = draw.queries(params.rows, params.heads, layout, params.size, g)
+    if params.accuracy == "low":
+        q = q * LOW_QUERIES
     if params.nope:
         q = q[..., : layout.value_width].contiguous()
     keys, extra = _drawn(params, kv, g, 0), None
