@@ -128,6 +128,7 @@ def _complete(request: Request, implementation: Implementation, problems: Proble
         filled.pop("block_size", None)  # the rows of a workspace are flat
     if request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized:
         # what is declared is what is compared: a user may allow more than that, at a loss
-        wanted = request.scale_format or getattr(params, "scale_format", None)
-        filled["scale_format"] = wanted if wanted in support.scale_formats else support.scale_formats[0]
+        wanted, declared = request.scale_format or getattr(params, "scale_format", None), support.scale_formats
+        own = LAYOUTS[request.kv_layout].scale_formats_of(declared) or declared
+        filled["scale_format"] = wanted if wanted in declared else own[0]
     return request.but(**filled)
