@@ -3,7 +3,8 @@
 
 That form chooses the lower of equal scores and lists what it chose in ascending order. It counts columns from the first of the
 row, orders scores by their bits, where NaN is the largest number and -0.0 below 0.0, and leaves none of a range out that
-fits. So it gets a copy without NaN and -0.0, and what it chose of -inf is taken out behind it.
+fits. So it gets a copy without NaN and -0.0, and what it chose of -inf is taken out behind it; the order stays, so that
+callers who want none save nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ MAX_TOPK: Final = 2048
 """The greatest of AITER's own tests."""
 _PART: Final = 1 << 22
 """Scores and chosen positions that are held at a time: with their temporaries less than the 64 MiB of the contract."""
-_NONE: Final = 2**31 - 1
 
 
 def bind_topk_select(op: Op, request: Request[Any]) -> Callable[..., Tensor]:
@@ -45,8 +45,9 @@ def bind_topk_select(op: Op, request: Request[Any]) -> Callable[..., Tensor]:
             op(scores, begin, ends[part].contiguous(), chosen, None, scores.shape[0], *scores.stride(), k=topk, stable=True)
             value = scores.gather(1, chosen.clamp(min=0).long())
             kept = (chosen >= 0) & (value > -math.inf)
-            position = torch.where(kept, chosen - begin.unsqueeze(1), _NONE).sort(1).values
-            out[part] = torch.where(position == _NONE, -1, position)
+            place = torch.where(kept, kept.cumsum(1) - 1, topk)  # the last column takes what is left out
+            found = chosen.new_full((scores.shape[0], topk + 1), -1)
+            out[part] = found.scatter_(1, place, chosen - begin.unsqueeze(1))[:, :topk]
         return out
 
     return topk_select
