@@ -3,8 +3,8 @@
 
 What the source of the operations at e4048607 says, and what follows:
 
-- The paged one takes requests that have the same number of tokens: each token is passed as a request of its own, with its
-  request's row of the block table and as many positions as it sees. Without `Preshuffle` pages hold one key.
+- The paged one takes requests that have the same number of tokens. Where that is not promised, each token is passed as a
+  request of its own, with a copy of its request's row of the block table. Without `Preshuffle` pages hold one key.
 - It reaches 2 GiB of pages: those that are named are copied where there are more. It writes the positions that a token sees
   alone, and reads every entry of the block table up to there.
 - max(NaN, 0) is 0, so a key or a query of NaN has a finite score: `nan_keys=False`. Scales of NaN are looked for.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ class Pages:
 
 def bind_indexer_logits(op: Op, request: Request[Any]) -> Callable[..., Tensor]:
     """indexer_logits over `index_fp8` pages of one key."""
+    uniform = getattr(request, "uniform_query_len", False)
 
     def indexer_logits(
         q: Tensor,
@@ -86,28 +87,56 @@ def bind_indexer_logits(op: Op, request: Request[Any]) -> Callable[..., Tensor]:
             return out.fill_(-math.inf)
         pages = Pages(index_cache)
         lengths = seq_lens.clamp(0, capacity)
-        begins, ends = query_start_loc[:-1].contiguous(), query_start_loc[1:].contiguous()
-        position = torch.arange(min(capacity, out.shape[1]), device=q.device)
-        for part in _parts(q.shape[0], capacity * pages.numbers):
-            token = torch.arange(part.start, part.stop, device=q.device)
-            owner = torch.searchsorted(ends, token, right=True).clamp(max=num_reqs - 1)  # [T']
-            owned = (begins[owner] <= token) & (token < ends[owner])
-            sees = torch.where(owned, lengths[owner] - (ends[owner] - token) + 1, 0).clamp(min=0)
-            table = block_table[owner]  # [T', columns]
+        given = whole_requests(q.shape[0], lengths) if uniform else single_tokens(q.shape[0], query_start_loc, lengths)
+        each, width = given.sees.shape[1], min(capacity, out.shape[1])  # tokens of a request as the operation takes it
+        position = torch.arange(width, device=q.device)
+        for part in _parts(given.sees.shape[0], each * capacity * pages.numbers):
+            tokens = slice(part.start * each, part.stop * each)
+            table = block_table[given.owner[part]]  # [B, columns]
             present = (table >= 0) & (table < num_blocks)
             cache, table, scored = pages.named(torch.where(present, table, 0))
-            rows = out[part]
+            rows = out[tokens]
             scores = rows if rows.shape[1] >= capacity else rows.new_empty((rows.shape[0], capacity))
             op(
-                q[part].unsqueeze(1), cache, weights[part].contiguous(), scores, sees.to(torch.int32),
+                q[tokens].unflatten(0, (-1, each)), cache, weights[tokens].contiguous(), scores, given.lengths[part],
                 table, scores.shape[1], KVBlockSize=block_size,
             )  # fmt: skip
-            scores = scores[:, : position.shape[0]]
-            seen = (position < sees.unsqueeze(1)) & (present.unsqueeze(2) & scored).flatten(1)[:, : position.shape[0]]
-            rows[:, : position.shape[0]] = torch.where(seen & ~scores.isnan(), scores, -math.inf)
+            held = (present.unsqueeze(2) & scored).flatten(1)[:, :width]  # [B, width]
+            seen = (position < given.sees[part].unsqueeze(2)) & held.unsqueeze(1)
+            rows[:, :width] = scores[:, :width].masked_fill(~seen.flatten(0, 1) | scores[:, :width].isnan(), -math.inf)
         return out
 
     return indexer_logits
+
+
+class Batch(NamedTuple):
+    """What the operation takes for B requests of n tokens each, the tokens of the call in order.
+
+    Attributes:
+        lengths: [B] int32. owner: [B], the row of the block table of each. sees: [B, n], positions that each token sees.
+    """
+
+    lengths: Tensor
+    owner: Tensor
+    sees: Tensor
+
+
+def whole_requests(num_tokens: int, lengths: Tensor) -> Batch:
+    """Requests of the same number of tokens as they are. lengths: [R] int32."""
+    each = num_tokens // lengths.shape[0]
+    behind = torch.arange(each - 1, -1, -1, device=lengths.device)
+    owner = torch.arange(lengths.shape[0], device=lengths.device)
+    return Batch(lengths, owner, (lengths.unsqueeze(1) - behind).clamp(min=0))
+
+
+def single_tokens(num_tokens: int, query_start_loc: Tensor, lengths: Tensor) -> Batch:
+    """Each token as a request that is as long as the token sees; one that belongs to none sees nothing."""
+    begins, ends = query_start_loc[:-1].contiguous(), query_start_loc[1:].contiguous()
+    token = torch.arange(num_tokens, device=lengths.device)
+    owner = torch.searchsorted(ends, token, right=True).clamp(max=lengths.shape[0] - 1)
+    owned = (begins[owner] <= token) & (token < ends[owner])
+    sees = torch.where(owned, lengths[owner] - (ends[owner] - token) + 1, 0).clamp(min=0)
+    return Batch(sees.to(torch.int32), owner, sees.unsqueeze(1))
 
 
 def bind_indexer_logits_ragged(op: Op, request: Request[Any]) -> Callable[..., Tensor]:
