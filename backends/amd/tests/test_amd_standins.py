@@ -19,7 +19,7 @@ from mla_portable_amd.lists import lists_of
 
 BOTH = {"mqa_logits", "topk_per_row", "concat_mla"}
 SERVED = {"gfx942": {*BOTH, "mla_gfx942"}, "gfx950": {*BOTH, "mla_gfx950", "paged_mqa_logits", "indexer_k_quant"}}
-LAYOUTS = {"sparse_decode": "bf16", "sparse_prefill": "bf16", "indexer_cache_write": "index_fp8"}
+LAYOUTS = {"sparse_decode": "bf16", "sparse_prefill": "bf16", "indexer_cache_write": "index_fp8", "indexer_logits": "index_fp8"}
 THOROUGH = [("gfx942", "mla_gfx942"), ("gfx942", "mqa_logits"), *(("gfx950", each) for each in sorted(SERVED["gfx950"]))]
 
 
@@ -137,6 +137,38 @@ def test_attention_reads_nothing_back(compacted, lse):
         indices, lengths = torch.empty(5, 32, dtype=torch.int32), torch.empty(5, dtype=torch.int32)
         out, lse_out = torch.empty(5, 8, 512, dtype=torch.bfloat16), torch.empty(5, 8)
         attention.MlaDecode(op, 16, lse, 256, compacted).attend(q, kv, indices, lengths, 0.05, out, lse_out)
+
+
+def test_requests_of_as_many_tokens_are_passed_as_they_are():
+    """With their own rows of the block table, where the caller promises it; without, with one for each token."""
+    batches = []
+
+    def noted(q_fp8, kv_cache, weights, out_logits, context_lens, kv_indices, max_model_len, Preshuffle=False, KVBlockSize=1):
+        batches.append(tuple(q_fp8.shape[:2]))
+        more = {"Preshuffle": Preshuffle, "KVBlockSize": KVBlockSize}
+        aiter_ops.deepgemm_fp8_paged_mqa_logits(
+            q_fp8, kv_cache, weights, out_logits, context_lens, kv_indices, max_model_len, **more
+        )
+
+    lengths = torch.tensor([7, 0, 1, 40, 3], dtype=torch.int32)  # some are shorter than their three tokens
+    starts = torch.arange(0, 16, 3, dtype=torch.int32)
+    q, weights = torch.randn(15, 64, 128).to(torch.float8_e4m3fn), torch.randn(15, 64)
+    pages = torch.zeros(50, 1, 132, dtype=torch.uint8)
+    fields = {"num_heads": 64, "block_size": 1}
+    writer = registry().bind(request_for("gfx950", "indexer_cache_write"), backend="reference")
+    writer(torch.randn(50, 128).bfloat16(), pages, torch.arange(50))
+    table = torch.stack([torch.randperm(50) for _ in range(5)]).to(torch.int32)
+    table[3, 11] = -1
+    arguments = q, weights, pages, starts, lengths, table
+    want = registry().bind(request_for("gfx950", "indexer_logits", **fields), backend="reference")(
+        *arguments, out=torch.empty(15, 45)
+    )
+    with installed(deepgemm_fp8_paged_mqa_logits=noted):
+        for uniform, shape in ((False, (15, 1)), (True, (5, 3))):
+            score = bound("gfx950", "indexer_logits", uniform_query_len=uniform, **fields)
+            got = score(*arguments, out=torch.empty(15, 45))
+            assert batches[-1] == shape and torch.equal(got > -math.inf, want > -math.inf)
+            assert (got - want).nan_to_num(0).abs().max() < 1e-3 * want[want > -math.inf].abs().max()
 
 
 def test_pages_that_the_kernel_does_not_reach_are_copied(monkeypatch):

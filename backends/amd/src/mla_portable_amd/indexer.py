@@ -67,7 +67,7 @@ class Pages:
 
 def bind_indexer_logits(op: Op, request: Request[Any]) -> Callable[..., Tensor]:
     """indexer_logits over `index_fp8` pages of one key."""
-    uniform = getattr(request, "uniform_query_len", False)
+    uniform = request.uniform_query_len
 
     def indexer_logits(
         q: Tensor,
