@@ -71,7 +71,7 @@ def test_explain_asks_for_a_feature_of_the_primitives_that_have_it(flag):
     registry = Registry(environ={}, costs="measured")
     for words in ([option], []):
         answer = document("explain", str(primitive), *words, "--device", "h200", registry=registry)
-        assert answer["arguments"][flag] is bool(words or flag in ("lse", "selection"))
+        assert answer["arguments"][flag] is bool(words or flag in ("lse", "selection", "ordered"))
 
 
 def test_explain_route_of_queries_without_a_rotary_part():

@@ -164,7 +164,7 @@ def alignment_of(problem: Problem) -> int:
     """That of both caches of a call, as sparse_decode finds it."""
     tensors = problem.args | problem.kwargs
     caches = [tensors[name] for name in ("kv_cache", "extra_kv_cache") if name in tensors]
-    return min(check_cache("test", "kv_cache", cache, torch.device("cpu"))[3] for cache in caches)
+    return min(check_cache("test", "kv_cache", cache, torch.device("cpu")).cache_alignment for cache in caches)
 
 
 @pytest.mark.parametrize(("block_size", "extra_block_size"), [(69, None), (61, None), (64, 53), (1, 2)])

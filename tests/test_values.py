@@ -21,7 +21,7 @@ from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.times.prefill import PrefillTimes
 from mla_portable.times.rows import Times
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 
 def request(**changes: Any) -> Request:
@@ -245,6 +245,8 @@ def test_workspace_of_each_route():
         ({"needs_finite_values": True}, {}, ["finite_values"]),
         ({"needs_finite_values": True}, {"finite_values": True}, []),
         ({}, {"finite_values": True}, []),
+        ({"needs_whole_tables": True}, {}, ["whole_tables"]),
+        ({"needs_whole_tables": True}, {"whole_tables": True}, []),
     ],
 )
 def test_reasons_of_a_declaration_against_a_request(declared: dict[str, Any], asked: dict[str, Any], subjects: list[str]):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
-from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
+from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
 from mla_portable.attention.routes import route_requests
 from mla_portable.bench.candidates import prepared
 from mla_portable.bench.kernels import Progress
@@ -136,7 +136,7 @@ def run_step(
     *,
     device: torch.device,
     registry: Registry | None = None,
-    backend: BackendChoice = None,
+    backend: ForcedBackend = None,
     route: str = "auto",
     repeat: int = 5,
     check_rows: int = 64,

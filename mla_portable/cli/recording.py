@@ -20,7 +20,18 @@ from mla_portable._version import __version__
 from mla_portable.bench.kernel_machine import machine_state
 from mla_portable.capability.history import Code, code_of, user_name
 from mla_portable.capability.model import RecordError
-from mla_portable.capability.run import Case, Comparison, EngineTime, Run, Time, combined, new_run, read_run, write_run
+from mla_portable.capability.run import (
+    Case,
+    Comparison,
+    EngineLoad,
+    EngineTime,
+    Run,
+    Time,
+    combined,
+    new_run,
+    read_run,
+    write_run,
+)
 from mla_portable.choose import Registry
 from mla_portable.contracts import InvalidArgument
 
@@ -51,10 +62,11 @@ class Recorder:
         times: Iterable[Time] = (),
         compared: Iterable[Comparison] = (),
         engine_times: Iterable[EngineTime] = (),
+        engine_loads: Iterable[EngineLoad] = (),
     ) -> Run:
         """Add results to the file. Returns: all that it holds. Raises: RecordError."""
         more: dict[str, Any] = {"level": level, "cases": list(cases), "times": list(times), "comparisons": list(compared)}
-        more["engine_times"] = list(engine_times)
+        more |= {"engine_times": list(engine_times), "engine_loads": list(engine_loads)}
         whole = self._whole(self._empty.model_copy(update=more))
         write_run(self._path, whole)
         return whole

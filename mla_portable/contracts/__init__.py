@@ -29,9 +29,11 @@ from mla_portable.contracts.request import Request
 from mla_portable.contracts.schedule import (
     DEFAULT_SCRATCH_BYTES,
     DecodeSchedule,
+    LengthsPlanner,
     ScheduleKind,
     ScheduleLimits,
     SchedulePlanner,
+    StepLengths,
     refuse_schedule,
 )
 from mla_portable.contracts.share import ContextShare
@@ -68,6 +70,7 @@ __all__ = [
     "Features",
     "Implementation",
     "InvalidArgument",
+    "LengthsPlanner",
     "MLAPortableError",
     "PlanMismatch",
     "PluginError",
@@ -80,6 +83,7 @@ __all__ = [
     "ScheduleKind",
     "ScheduleLimits",
     "SchedulePlanner",
+    "StepLengths",
     "StepPlan",
     "Support",
     "Tunable",

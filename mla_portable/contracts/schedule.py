@@ -2,18 +2,24 @@
 """Decode schedules: how the keys of each query row are divided among thread blocks, and the scratch that takes.
 
 An implementation of sparse_decode that wants a schedule brings its kind (`Implementation.schedule_kind`), and with it the
-planner that makes such schedules. They depend on shapes alone, so a step needs no read-back to plan them. The core looks at
-no more of a schedule than whether it fits a call.
+planner that makes such schedules. They depend on shapes alone, or on the lengths of the step's sequences too
+(`ScheduleKind.needs_lengths`), which are on the host already: a step needs no read-back to plan them. The core looks at no more
+of a schedule than whether it fits a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from mla_portable.accelerator import accelerator
+from mla_portable.contracts.values import refuse
 from mla_portable.errors import PlanMismatch
 
 if TYPE_CHECKING:
@@ -83,6 +89,48 @@ class ScheduleLimits:
     extra_topk: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLengths:
+    """How many keys the rows of a call may see in this step. Valid while the planner that gets it is called.
+
+    A call has B batch rows of S tokens. Entry b counts the keys that the cache holds up to the last token of row b, that token
+    included: the sequence length of a request whose tokens are the row, and the position + 1 of a token that is a row of its
+    own. Of one row, each token before the last sees one key less. Selection leaves at most topk of them: that is not applied
+    here. With a ContextShare the keys are those in the rank's own cache. There may be fewer than B entries: the rows behind
+    them are padding of a CUDA graph and see nothing.
+
+    Attributes:
+        host: [n] int32, n <= B. Upper bounds where the engine knows no better before the last step has ended on the device.
+            None where it has none on the host.
+        device: [n] int32, exact, the engine's own tensor. Another step may have another address: a planner writes what a graph
+            reads into memory of its own. None where the engine has none, or where rows are not its requests one for one: with
+            an empty request among the decodes, and where tokens of prefills are rows (route "fused").
+    Raises: InvalidArgument where both are None.
+    """
+
+    host: npt.NDArray[np.int32] | None
+    device: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.host is None and self.device is None:
+            refuse("StepLengths", "host, device", "None, None", "lengths on the host, on the device, or both")
+
+    def copy_to(self, out: Tensor) -> None:
+        """Write the lengths to `out` [B] int32, and 0 for rows of padding: for planners that need them on the device.
+
+        The exact ones where the engine has them on the device, else those of the host, in a copy that nothing waits for.
+        """
+        lengths = self.device
+        if lengths is None:
+            assert self.host is not None
+            lengths = torch.from_numpy(self.host)
+            if not out.is_cpu and accelerator(out.device).can_pin():
+                # torch's allocator of page-locked memory gives it to nobody else before the copy has been made
+                lengths = lengths.pin_memory()
+        out[: len(lengths)].copy_(lengths, non_blocking=True)
+        out[len(lengths) :].zero_()
+
+
 class SchedulePlanner(Protocol):
     """The schedules of one engine on one device and stream."""
 
@@ -92,6 +140,25 @@ class SchedulePlanner(Protocol):
         Called once a step, outside of graph capture: it looks a known shape up, and neither waits nor reads anything back. A
         captured graph keeps the schedule that it was captured with, so a schedule's memory must not be written again for
         another shape unless it is scratch.
+        """
+        ...
+
+    def invalidate(self) -> None:
+        """Forget what the device memory holds: its contents were lost."""
+        ...
+
+
+class LengthsPlanner(Protocol):
+    """A SchedulePlanner of a kind with `needs_lengths`."""
+
+    def get(self, batch: int, query_len: int, lengths: StepLengths) -> DecodeSchedule:
+        """The schedule of a call of `batch` rows of `query_len` tokens each, both at least 1, whose lengths are `lengths`.
+
+        Called once in every step, outside of graph capture, also in front of the replay of a graph. It writes the schedule
+        into memory that it keeps: schedules of one (batch, query_len) are the same object, or share their tensors' addresses,
+        because a captured graph reads the schedule of the step that replays it. What it writes is ordered on the current
+        stream, behind the kernels that read the last one; it neither waits nor reads anything back. The schedule must hold
+        for any lengths up to the planner's longest sequence, because a graph is captured with lengths of no meaning.
         """
         ...
 
@@ -110,10 +177,28 @@ class ScheduleKind:
         assumes_topk: work is divided as if every row had K keys, so that `lengths` make no call faster.
         fused_below_heads: with fewer query heads than this, a sparse_decode with such schedules serves prefill tokens better
             than a kernel for prefill; 0 where it never does. Ranks the route "fused".
+        needs_lengths: the planner is a LengthsPlanner: schedules depend on how long the step's sequences are. A plan is then
+            good until the next one alone, whatever its shape.
     """
 
     name: str
     schedule_type: type[DecodeSchedule]
-    planner: Callable[[ScheduleLimits], SchedulePlanner]
+    planner: Callable[[ScheduleLimits], SchedulePlanner | LengthsPlanner]
     assumes_topk: bool = False
     fused_below_heads: int = 0
+    needs_lengths: bool = False
+
+    def schedule(
+        self, planner: SchedulePlanner | LengthsPlanner, batch: int, query_len: int, lengths: StepLengths | None = None
+    ) -> DecodeSchedule:
+        """What `planner`, made by this kind, gives for a call; `lengths` are looked at where the kind needs them.
+
+        Raises: InvalidArgument where it needs them and they are None; what the planner raises.
+        """
+        if not self.needs_lengths:
+            return cast("SchedulePlanner", planner).get(batch, query_len)
+        if lengths is None:
+            expected = f"StepLengths: schedule_kind {self.name} plans with the lengths of the step's sequences"
+            remedy = "Plan with them, or call without a schedule: the implementation then makes one for the call alone."
+            refuse("ScheduleKind.schedule", "lengths", "None", expected, remedy)
+        return cast("LengthsPlanner", planner).get(batch, query_len, lengths)

@@ -71,12 +71,15 @@ class Support(Features):
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
         needs_finite_values: keys and values must be promised to be finite (`Request.finite_values`).
+        needs_whole_tables: block tables must be promised to have no holes below a request's length (`Request.whole_tables`).
         extra_cache: a second cache with its own indices (`extra_kv_cache`); a feature, too.
         ends_in_order: the last kernel of a call ends after all that is before it in the stream, whatever the input: it is
             launched normally, or starts early and waits for a kernel of which this holds.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         nan_keys: of the indexer: a key that holds NaN has no finite score; or whether that is so, as a function of the request.
-        min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
+        min_shared_memory: bytes a thread block needs; nothing is refused where torch does not say how many the
+            device has, which it does for "cuda".
+        needs_bf16, needs_fp8_conversion: abilities of the device.
     """
 
     source: str
@@ -97,6 +100,7 @@ class Support(Features):
     cache_alignment: int = 1
     needs_whole_rows: bool = False
     needs_finite_values: bool = False
+    needs_whole_tables: bool = False
     extra_cache: bool = False
     ends_in_order: bool = False
     probes_graph: bool = False
@@ -111,6 +115,7 @@ class Support(Features):
     compact: bool = True
     prefill_workspace: bool = True
     selection: bool = True
+    ordered: bool = True
     graph: bool = True
 
     def __post_init__(self) -> None:
@@ -163,7 +168,9 @@ class Support(Features):
             yield Reason("bfloat16", "missing", "required", "use another device")
         if self.needs_fp8_conversion and not device.has_fp8_conversion:
             yield Reason("e4m3 conversion", "not in hardware", "required", "use a backend that decodes e4m3 by bits")
-        if device.device_type != "cpu" and device.shared_memory < self.min_shared_memory:
+        # torch says it of every "cuda" device; there 0 is a simulated one's whose profile does not
+        known = device.shared_memory > 0 or device.device_type == "cuda"
+        if known and device.shared_memory < self.min_shared_memory:
             yield Reason("shared memory", f"{device.shared_memory} bytes", f"needs {self.min_shared_memory}")
 
     def shape_reasons(self, request: Request) -> Iterator[Reason]:
@@ -211,6 +218,9 @@ class Support(Features):
         if self.needs_finite_values and not r.finite_values:
             remedy = "promise it where every row of k and v was written: Request(finite_values=True)"
             yield Reason("finite_values", "not promised", "multiplies rows of other requests by 0", remedy)
+        if self.needs_whole_tables and not r.whole_tables:
+            remedy = "promise it where every table entry below a length names a block: Request(whole_tables=True)"
+            yield Reason("whole_tables", "not promised", "cannot leave out positions without a block", remedy)
         for feature, remedy in _REMEDIES.items():
             if getattr(r, feature) and not getattr(self, feature):
                 yield Reason(feature, "requested", "not supported", remedy)

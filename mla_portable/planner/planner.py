@@ -16,7 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, split_with_sizes
 
-from mla_portable.contracts import Batch, PrefillChunk, ScheduleLimits, SchedulePlanner, StepPlan
+from mla_portable.contracts import (
+    Batch,
+    LengthsPlanner,
+    PrefillChunk,
+    ScheduleLimits,
+    SchedulePlanner,
+    StepLengths,
+    StepPlan,
+)
 from mla_portable.contracts.plan import PlanCounter
 from mla_portable.contracts.values import check_type, describe, device_of, refuse
 from mla_portable.kit.defaults import neutral_defaults
@@ -79,8 +87,9 @@ class Planner:
         if config.batch_invariant and config.route != "fused":  # fused: every token is a row of sparse_decode
             # The scratch holds all splits of the largest batch, so padding beyond its rows is not decoded.
             self._max_decode_rows = min(config.max_num_tokens, config.max_num_reqs * config.decode_threshold)
-        self._schedules: SchedulePlanner | None = None
-        if config.schedule_kind is not None and config.route != "upconvert":
+        self._schedules: SchedulePlanner | LengthsPlanner | None = None
+        self._kind = None if config.route == "upconvert" else config.schedule_kind
+        if self._kind is not None:
             limits = ScheduleLimits(
                 device=self._device,
                 num_heads=config.num_heads,
@@ -95,7 +104,7 @@ class Planner:
                 request=config.decode_request,
             )
             with neutral_defaults():
-                self._schedules = config.schedule_kind.planner(limits)
+                self._schedules = self._kind.planner(limits)
 
     def _allocate(self) -> PlanBuffers:
         """By the first plan: an engine may build the planner inside a memory pool whose contents it discards, as vLLM does."""
@@ -169,8 +178,12 @@ class Planner:
         layout = self._workspace_layout(batch, split) if num_prefills and config.has_workspace else None
 
         schedule = None
-        if self._schedules is not None and decode_tokens:
-            schedule = self._schedules.get(decode_tokens // query_len, query_len)
+        if self._kind is not None and self._schedules is not None and decode_tokens:
+            lengths = None
+            if self._kind.needs_lengths:
+                lengths = self._row_lengths(batch, split, query_lens, query_len, num_tokens)
+                self._counter.count += 1  # the schedule of earlier plans is overwritten
+            schedule = self._kind.schedule(self._schedules, decode_tokens // query_len, query_len, lengths)
         # Everything that can be refused has been refused; from here on buffers are written.
         buffers = self._buffers
         if buffers is None:
@@ -236,6 +249,22 @@ class Planner:
         if prefills:
             return int(starts[split.first_prefill]), query_len
         return padded if padded % query_len == 0 and padded <= self._max_decode_rows else num_tokens, query_len
+
+    def _row_lengths(
+        self, batch: Batch, split: BatchSplit, query_lens: npt.NDArray[np.int32] | None, query_len: int, num_tokens: int
+    ) -> StepLengths:
+        """Of the rows that sparse_decode serves, `query_len` tokens each. query_lens: None where all requests have one."""
+        share, prefills = self._config.share, split.first_prefill < split.end_prefill
+        if split.query_len == query_len and not (prefills and self._config.route == "fused"):
+            decodes, device = slice(0, split.first_prefill), batch.seq_lens_device
+            lens = batch.seq_lens[decodes]
+            if query_lens is None or query_lens[decodes].all():
+                return StepLengths(share.lengths(lens), None if device is None else device[decodes])
+            return StepLengths(share.lengths(lens[query_lens[decodes] > 0]))
+        # every token is a row
+        ends = batch.query_start_loc[1:]
+        first = np.repeat(batch.seq_lens - ends, np.diff(batch.query_start_loc))
+        return StepLengths(share.lengths(first + np.arange(1, num_tokens + 1, dtype=np.int32)))
 
     def _workspace_layout(self, batch: Batch, split: BatchSplit) -> _WorkspaceLayout | None:
         """The prefill sequences in the workspace; None where all of them are read in place."""

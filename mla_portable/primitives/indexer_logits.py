@@ -36,6 +36,8 @@ class IndexerLogits(Protocol):
     Returns out [T, N] float32: out[t, s] = sum_h weights[t, h] * max(q[t, h] . k[s], 0) for positions s up to the token's
     own. All else is -inf: later positions, those without a block in the cache, and tokens that belong to no request.
     So is a score that is NaN, of a key, query or weight; max(NaN, 0) is NaN.
+    What declares `Support.needs_whole_tables` is called only where every position below a length has a block
+    (`Request.whole_tables`).
     """
 
     def __call__(
@@ -61,6 +63,7 @@ def indexer_logits(
     block_table: Tensor,
     *,
     out: Tensor,
+    kv_layout: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Score the cached tokens of each request, for each of its query tokens.
@@ -76,12 +79,12 @@ def indexer_logits(
         seq_lens: [R] int32, context and query; a length counts as at most columns * block_size.
         block_table: [R, columns] int32.
         out: [T, N] float32, written; column s is position s of the token's request.
-        backend: see `mla_portable.primitives`.
+        kv_layout, backend: see `mla_portable.primitives`.
     Returns: `out` = sum over heads of weights * max(q.k, 0); -inf where a token sees no key: past its own position, without
         a block, or where the token belongs to no request. A score that is NaN is -inf.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
     """
-    facts = check(q, weights, index_cache, query_start_loc, seq_lens, block_table, out)
+    facts = check(q, weights, index_cache, query_start_loc, seq_lens, block_table, out, kv_layout)
     return find(INDEXER_LOGITS, backend, q, facts).call(
         q, weights, index_cache, query_start_loc, seq_lens, block_table, out=out
     )
@@ -95,9 +98,10 @@ def check(
     seq_lens: Tensor,
     block_table: Tensor,
     out: Tensor,
+    kv_layout: str | None = None,
 ) -> PageFacts:
     """Raise InvalidArgument, or return the facts."""
-    return check_pages(TENSORS, (q, weights, index_cache, query_start_loc, seq_lens, block_table), (out,), {})
+    return check_pages(TENSORS, (q, weights, index_cache, query_start_loc, seq_lens, block_table), (out,), {}, kv_layout)
 
 
 @isolated
@@ -110,6 +114,7 @@ def reference(
     block_table: Tensor,
     *,
     out: Tensor,
+    kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Weighted sums over heads of the positive part of q.k.
@@ -118,7 +123,7 @@ def reference(
     """
     out.fill_(-math.inf)
     pages = index_cache, query_start_loc, seq_lens, block_table
-    for rows, found in seen_scores(q, weights, *pages, width=out.shape[1], dtype=dtype):
+    for rows, found in seen_scores(q, weights, *pages, kv_layout=kv_layout, width=out.shape[1], dtype=dtype):
         out[rows, : found.shape[1]] = found
     return out
 
@@ -128,6 +133,7 @@ INDEXER_LOGITS: Final = Primitive[IndexerLogits](
     module=__name__,
     facts=PageFacts._fields,
     results=("out",),
+    stated=("whole_tables",),
     cache=INDEX,
     typical={"num_heads": DEEPSEEK_V32.index_heads, "kv_layout": "index_fp8"},
     reference=reference,

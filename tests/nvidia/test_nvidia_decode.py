@@ -18,9 +18,9 @@ from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable_nvidia.flashmla import head_padding
-from mla_portable_nvidia.flashmla.sparse_decode import FlashMLADecode, rows_per_call
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts, tile_schedule
+from mla_portable_common.flash_mla import head_padding
+from mla_portable_common.flash_mla.sparse_decode import FlashMLADecode, rows_per_call
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts, tile_schedule
 
 SCALE = 192**-0.5
 MIB = 1 << 20

@@ -19,10 +19,13 @@ from mla_portable.dispatch import serving
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT
 from mla_portable.primitives.topk_select import reference as topk_select
-from mla_portable_nvidia.deepgemm.conventions import DeepGemm, deepgemm_reasons, find_deepgemm, forget_deepgemm
-from mla_portable_nvidia.deepgemm.indexer_logits import PagedLogits, PagedScores, RaggedLogits, deepgemm_implementations
-from mla_portable_nvidia.deepgemm.indexer_select import DeepGemmSelect, select_implementations
-from mla_portable_nvidia.deepgemm.pages import Pages
+from mla_portable_common.deep_gemm.conventions import DeepGemm
+from mla_portable_common.deep_gemm.discovery import forget_deepgemm
+from mla_portable_common.deep_gemm.indexer_logits import PagedLogits, PagedScores, RaggedLogits
+from mla_portable_common.deep_gemm.indexer_select import DeepGemmSelect
+from mla_portable_common.deep_gemm.pages import Pages
+from mla_portable_nvidia.deepgemm.discovery import deepgemm_reasons, find_deepgemm
+from mla_portable_nvidia.deepgemm.implementations import deepgemm_implementations, scratch_of, select_implementations
 from mla_portable_nvidia.native.topk_select import NativeTopkSelect
 
 PRIMITIVES = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT)
@@ -120,7 +123,9 @@ def test_selection_holds_few_scores_at_a_time_and_leaves_absent_blocks_out(token
         assert torch.equal(select(*arguments, topk=20), expected)
         assert max(rows for rows, _ in build.paged_rows) == 1, "64 KiB a token are the top-k's"
         build.paged_rows.clear()
-        native = DeepGemmSelect(kernel, TorchIndexPasses(), NativeStandIn(), scratch_bytes=limit)
+        native = DeepGemmSelect(
+            kernel, TorchIndexPasses(), NativeStandIn(), topk_bytes=scratch_of(NativeStandIn()), scratch_bytes=limit
+        )
         assert torch.equal(native(*arguments, topk=20), expected)
         assert max(rows for rows, _ in build.paged_rows) > 1, "the native top-k takes no scratch"
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable_nvidia.flashmla.cache_view import CacheView
-from mla_portable_nvidia.passes.flat_rows import FlatDecode
-from mla_portable_nvidia.passes.kept_views import KeptViews
+from mla_portable_common.flash_mla.cache_view import CacheView
+from mla_portable_common.flat_rows import FlatDecode
+from mla_portable_common.kept_views import KeptViews
 
 
 def counted() -> tuple[KeptViews[Tensor], list[Tensor]]:

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from mla_portable_nvidia.deepgemm import index_pass_kernels
-from mla_portable_nvidia.deepgemm.pages import PAGE
+from mla_portable_common.deep_gemm import index_pass_kernels
+from mla_portable_common.deep_gemm.pages import PAGE
 from mla_portable_nvidia.fa3 import page_lists, prompt_lse
 from mla_portable_nvidia.flashmla import row_parts
 from mla_portable_nvidia.passes import boundary
@@ -79,7 +79,7 @@ class TorchRowParts(row_parts.RowParts):
             lse_out.copy_(lse.unsqueeze(1))
 
 
-class TorchIndexPasses(index_pass_kernels.IndexPasses):
+class TorchIndexPasses(index_pass_kernels.TritonIndexPasses):
     def describe(self, rows, pages, first):
         count, (_, tokens_a_row), table = rows.ends.shape[0], rows.lens.shape, pages.block_table
         token = torch.arange(first, first + count, dtype=torch.int64, device=table.device)

@@ -18,8 +18,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang_kit import cases, fixture, server_of, small
 from sglang_version import SELECTORS
 
+from mla_portable.contracts import ScheduleKind, ScheduleLimits, StepLengths
 from mla_portable.engines.sglang import serving
-from mla_portable.kit.split_kv import SPLIT_KV
+from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule, SplitSchedules
 
 CASE = small(cases()["dsa_sparse_decode_ragged_prefix"])
 VERIFY = replace(CASE, name="verify", forward_mode=ForwardMode.TARGET_VERIFY, extend_lens=(3, 3, 3))
@@ -37,7 +38,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @contextmanager
-def capturing(server: serving.Server) -> Iterator[None]:
+def capturing(server: serving.BackendLayers) -> Iterator[None]:
     """The stream is captured: nothing may be read back."""
 
     def refuse(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -80,6 +81,42 @@ def test_a_captured_step_finds_its_schedule_and_reads_nothing_back(case: Any, im
     assert first["schedule"] is again["schedule"] and first["schedule"].num_rows == rows
     if SELECTORS or impl != "flashmla_sparse":  # which is given none there
         assert first["lengths"].data_ptr() == again["lengths"].data_ptr()  # a replay reads the captured address
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("case", [CASE, VERIFY], ids=["decode", "target verify"])
+def test_schedules_are_made_from_the_keys_that_each_row_sees(case: Any, in_graph: bool, monkeypatch: pytest.MonkeyPatch):
+    given: list[StepLengths] = []
+
+    class Lengths:
+        def __init__(self, limits: ScheduleLimits) -> None:
+            self.shapes = SplitSchedules(limits)
+
+        def get(self, batch: int, query_len: int, lengths: StepLengths) -> SplitSchedule:
+            given.append(lengths)
+            return self.shapes.get(batch, query_len)
+
+        def invalidate(self) -> None: ...
+
+    plugin = Recorder(schedule_kind=ScheduleKind("by_lengths", SplitSchedule, Lengths, needs_lengths=True))
+    registry = registry_of(plugin, facts={"cpu": H200})
+    monkeypatch.setattr("mla_portable.attention.layer_registry.get_registry", lambda: registry)
+    monkeypatch.setattr(serving, "_shared", functools.cache(dict))
+    built = fixture(case, dsa_decode_backend="flashmla_kv", disable_cuda_graph=False)
+    backend = built.backend
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+        if in_graph:
+            backend.init_cuda_graph_state(8, 8 * 3)
+            backend.init_forward_metadata_out_graph(built.forward_batch, in_capture=True)
+            given.clear()
+            backend.init_forward_metadata_out_graph(built.forward_batch)
+        else:
+            backend.init_forward_metadata(built.forward_batch)
+        attend(built)
+    totals = built.forward_batch.seq_lens.tolist()  # without the drafts that a verification adds
+    want = totals if case is CASE else [total + 1 + i for total in totals for i in range(3)]
+    assert given and all(each.host is None and each.device.tolist() == want for each in given)
+    assert [kwargs["schedule"].num_rows for _, _, kwargs in plugin.calls] == [len(want)]
 
 
 def test_flashmla_s_metadata_has_the_shapes_that_sglang_slices_and_copies(recorder: Recorder):

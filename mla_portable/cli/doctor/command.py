@@ -19,7 +19,7 @@ from mla_portable.models import DEEPSEEK_V32
 
 if TYPE_CHECKING:
     from mla_portable.choose import PluginReport
-    from mla_portable.cli.doctor.diagnosis import Choice, Diagnosis, TimesRead
+    from mla_portable.cli.doctor.diagnosis import Diagnosis, PrimitiveChoice, TimesRead
     from mla_portable.contracts import DeviceFacts, EngineStatus
 
 
@@ -178,7 +178,7 @@ def _policy(diagnosis: Diagnosis) -> list[str]:
     return list(lines.values()) or ["no backend is forced; the registry chooses by cost"]
 
 
-def _served(diagnosis: Diagnosis, choice: Choice) -> list[str]:
+def _served(diagnosis: Diagnosis, choice: PrimitiveChoice) -> list[str]:
     """What serves a primitive, by whose decision or at what cost, and what would serve it otherwise."""
     examined = [each for each in diagnosis.examined if each.primitive == choice.primitive]
     costs = {each.implementation: f"{each.cost:g} {each.cost_source.partition(' ')[0]}" for each in examined}

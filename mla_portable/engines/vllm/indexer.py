@@ -25,8 +25,8 @@ from mla_portable.attention import SelectionMerge
 from mla_portable.choose import get_registry
 from mla_portable.contracts import ContextShare, InvalidArgument, Request
 from mla_portable.engines.common.index_keys import facts_of_pages, kind_of_pages
+from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import bind_for, in_words, pairs
-from mla_portable.engines.common.serving import publish
 from mla_portable.engines.vllm import compat, settings
 from mla_portable.engines.vllm.context_parallel import gather_from_ranks
 from mla_portable.engines.vllm.model import BLOCK_SIZE
@@ -114,7 +114,7 @@ def plan_step(common: Any, num_decodes: int, num_decode_tokens: int) -> IndexerS
 
 
 @dataclass(frozen=True, slots=True)
-class IndexerServer:
+class BoundIndexer:
     """The callables that serve layers of one kind. `graph`: indexer_select may be captured in a CUDA graph.
 
     `write` is None where vLLM's own operator writes. `share`: what the cache holds. `merge` is None where that is everything.
@@ -165,15 +165,15 @@ class IndexerServer:
         return 4 * num_tokens * self.topk + max(SELECT_SCRATCH_BYTES, self.merge.nbytes(num_tokens))
 
 
-def _servers() -> dict[tuple[object, ...], IndexerServer]:
+def _indexers() -> dict[tuple[object, ...], BoundIndexer]:
     """Those that were bound under the policy in force."""
     return get_registry().keep("vLLM's indexers", dict)
 
 
-def server_for(
+def indexer_for(
     kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, *, scale_format: str, share: ContextShare, reason: str
-) -> IndexerServer:
-    """The server of layers with this cache, `index_fp8`; before there is a cache, of one in whole rows of blocks of 64.
+) -> BoundIndexer:
+    """The indexer of layers with this cache, `index_fp8`; before there is a cache, of one in whole rows of blocks of 64.
 
     Args:
         scale_format: "ue8m0", or what else vLLM calls it. share: what the cache holds of each sequence.
@@ -182,31 +182,44 @@ def server_for(
     Raises: UnsupportedRequest, with every reason, when nothing serves the indexer here; InvalidArgument for another cache.
     """
     key = device, num_heads, topk, scale_format, share, kind_of_pages(kv_cache) if kv_cache.numel() else None
-    servers = _servers()
-    found = servers.get(key)
+    bound = _indexers()
+    found = bound.get(key)
     if found is None:
-        found = servers[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, reason)
+        found = bound[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, reason)
     return found
 
 
 def can_capture() -> bool:
     """All that was bound so far may be captured in CUDA graphs."""
-    return all(server.graph for server in _servers().values())
+    return all(each.graph for each in _indexers().values())
 
 
 def _bind(
     kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, scale_format: str, share: ContextShare, reason: str
-) -> IndexerServer:
+) -> BoundIndexer:
     facts: dict[str, Any] = {"kv_layout": INDEX_FP8.name, "block_size": BLOCK_SIZE}
     if kv_cache.numel():
         facts = facts_of_pages(kv_cache, "sparse_attn_indexer")
     here = get_registry().facts(device)
     shared = share.size > 1
+    # attention adds in the order of the list, which must be the same for the same bits; candidates of ranks ascend so that a
+    # merge keeps the lower positions of equal scores
+    same_bits = compat.wants_batch_invariance()
     requests: list[Request[Any]] = [
-        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=shared, **facts)
+        # vLLM's tables name a block for every token below a length; rows of padding have length 0
+        Request(
+            INDEXER_SELECT,
+            here,
+            num_heads=num_heads,
+            topk=topk,
+            context_parallel=shared,
+            ordered=shared or same_bits,
+            whole_tables=True,
+            **facts,
+        )
     ]
     if shared:
-        requests.append(Request(TOPK_SELECT, here, topk=topk))
+        requests.append(Request(TOPK_SELECT, here, topk=topk, ordered=same_bits))
     if not _vllm_writes(device):
         made = _OURS.get(scale_format, "amax")
         requests.append(Request(INDEXER_CACHE_WRITE, here, scale_format=made, **facts))
@@ -222,7 +235,7 @@ def _bind(
     _log_server(f"{here}, {num_heads} heads, top-{topk}: {words}", reason)
     capturing = accelerator(device).is_capturing
     graph, block_size = bound[0].request.graph, facts["block_size"]
-    return IndexerServer(select, write, merge, graph, topk, block_size, scale_format, share, capturing)
+    return BoundIndexer(select, write, merge, graph, topk, block_size, scale_format, share, capturing)
 
 
 def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device, share: ContextShare) -> None:

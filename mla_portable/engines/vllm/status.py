@@ -18,7 +18,7 @@ from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, EngineStatus
 from mla_portable.engines.common.asked import indexer_requests, v4_layer_spec
-from mla_portable.engines.common.routing import decide_route, served_by, serving
+from mla_portable.engines.common.routing import decide_route, route_pairs, served_by
 from mla_portable.engines.common.scorer import deep_gemm_serves, own_indexer, scorer
 from mla_portable.engines.common.status import choices, obstacle, version_and_mode
 from mla_portable.engines.vllm import indexer_seams, settings
@@ -121,7 +121,7 @@ def _decode(decision: RouteDecision) -> str:
     """What serves decodes; whether prompts are read in place depends on more (docs/vllm.md)."""
     if decision.chosen is None:
         return served_by(decision)
-    return ", ".join(f"{name} {by}" for name, by in serving(decision) if name == str(SPARSE_DECODE))
+    return ", ".join(f"{name} {by}" for name, by in route_pairs(decision) if name == str(SPARSE_DECODE))
 
 
 def _capability(facts: DeviceFacts) -> tuple[int, int] | None:

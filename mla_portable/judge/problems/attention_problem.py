@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleKind, ScheduleLimits
+from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleKind, ScheduleLimits, StepLengths
 from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.judge.problems import draw
 from mla_portable.judge.problems.attention import SOFTMAX_SCALE, attend, findings, score_terms
@@ -416,7 +417,10 @@ def make_schedule(
         limits = ScheduleLimits(
             device, heads, topk, params.rows, query_len, num_sms, facts.arch, extra_topk=params.extra_topk or 0
         )
-        return params.schedule.planner(limits).get(params.rows // query_len, query_len)
+        batch = params.rows // query_len
+        # rows of at least K keys: an adapter may rely on no row of the lists being longer than its sequence
+        lengths = StepLengths(np.full(batch, topk + query_len, dtype=np.int32))
+        return params.schedule.schedule(params.schedule.planner(limits), batch, query_len, lengths)
     extra_topk = params.extra_topk or 0
     num_splits = split_kv(num_rows=params.rows, num_heads=heads, topk=topk, num_sms=num_sms, extra_topk=extra_topk)
     partial_out = partial_lse = None

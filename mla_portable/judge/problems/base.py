@@ -113,8 +113,7 @@ class Params(ABC):
 
     def request(self, device: DeviceFacts) -> Request:
         """What this case asks of the registry."""
-        names = (word.rpartition("=")[2] for word in self.asks.split())
-        asked = self.asked(device, {name: getattr(self, name) for name in names})
+        asked = self.asked(device, {each.name: getattr(self, each.name) for each in fields(self)})
         return asked.but(graph=self.run == "graph", batch_invariant=self.run == "batches")
 
     @abstractmethod

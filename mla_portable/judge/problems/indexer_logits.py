@@ -12,13 +12,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation
-from mla_portable.judge.problems.base import Problems, one_variant
+from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
+from mla_portable.judge.problems.base import Problems
 from mla_portable.judge.problems.compare import Finding, close, limit_of
 from mla_portable.judge.problems.indexer_pages import (
     SCORES,
     PageParams,
     format_of,
+    needs_a_promise,
     page_of_request,
     page_params,
     scored,
@@ -70,7 +71,7 @@ class IndexerLogitsParams(PageParams):
     primitive = INDEXER_LOGITS
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! {batch}! tail{tail} starts_{starts} table_{table} {width} "
-        "in{inputs} out{outputs} {blocks} stale{stale} absent_{absent}"
+        "in{inputs} out{outputs} {blocks} stale{stale} absent_{absent} promised{promised}"
     )
     width: str = "exact"
 
@@ -91,7 +92,14 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     widths = {"width": ["exact", "narrow", "wide"]}
     yield from page_params(IndexerLogitsParams, implementation, facts, level, widths, plain={}, few={})
     for kv, scale_format in () if level == "smoke" else storages(implementation):
-        yield IndexerLogitsParams(kv=kv, scale_format=scale_format, heads=64, block_size=64, batch="published")
+        promised = needs_a_promise(implementation.support)
+        yield IndexerLogitsParams(
+            kv=kv, scale_format=scale_format, heads=64, block_size=64, batch="published", promised=promised
+        )
+
+
+def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    yield "ragged", request.but(whole_tables=support.needs_whole_tables)
 
 
 PROBLEMS: Final = Problems(
@@ -102,6 +110,6 @@ PROBLEMS: Final = Problems(
     params=_params,
     of_request=lambda request, name: page_of_request(IndexerLogitsParams, request),
     sizes=("num_heads", "block_size"),
-    variants=one_variant("ragged"),
+    variants=_variants,
     rows=5,
 )

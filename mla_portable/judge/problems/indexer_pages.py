@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request
+from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request, Support
 from mla_portable.contracts.share import WHOLE
 from mla_portable.judge.problems.base import STRENGTH, Params
 from mla_portable.judge.problems.compare import Tolerance
@@ -157,6 +157,7 @@ class PageParams(Params):
         inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided"; of a single request: "pair",
             two that lie apart; "address", four on both sides of element 2**31 of a cache.
         stale: what no request owns holds keys, as it does in an engine, instead of NaN.
+        promised: what holds of the table, the request says: that it is whole, where it is "plain".
         absent: "none"; "nan", every fifth key of a request has a number that is NaN; "nan_scale", a scale that is NaN.
 
     The cache is a part of a larger one: the blocks before and behind it hold keys, those of others.
@@ -177,6 +178,13 @@ class PageParams(Params):
     blocks: str = "packed"
     stale: bool = False
     absent: str = "none"
+    promised: bool = False
+
+    @classmethod
+    def asked(cls, device: DeviceFacts, values: Mapping[str, Any]) -> Request:
+        """As of every primitive; what leaves it open may promise, and have tables that allow it."""
+        whole = bool(values.get("promised", True)) and values.get("table", "plain") == "plain"
+        return super(PageParams, cls).asked(device, values).but(whole_tables=whole)
 
     @property
     def held(self) -> ContextShare:
@@ -290,6 +298,11 @@ class PageParams(Params):
         return Pages(arguments, args, columns * block_size * share.size, longest)
 
 
+def needs_a_promise(support: Support) -> bool:
+    """The implementation runs only where something is promised, so that its cases promise it."""
+    return support.needs_whole_tables
+
+
 def page_params(
     kind: type[P],
     implementation: Implementation,
@@ -306,6 +319,8 @@ def page_params(
         axes: beside those that both primitives have. plain, few: their values in the cases of one scene each; `few` in those
             where tokens see more than is asked for.
     """
+    promised = needs_a_promise(implementation.support)
+    plain = {**plain, "promised": promised}
     axes = {
         "storage": storages(implementation),
         "heads": heads(implementation, facts, level),
@@ -317,6 +332,7 @@ def page_params(
         "outputs": ["packed", "views"],
         "blocks": ["packed", "strided"],
         "run": ["once", "repeat"],
+        **({"promised": [True]} if promised else {}),
     } | axes
     yield from kind.covering(implementation, facts, axes, strength=STRENGTH[level])
     if level == "smoke" or not all(axes.values()):
@@ -333,6 +349,8 @@ def page_params(
         yield replace(base, batch="long", tail=1)
         if (kv, scale_format) in one_storage_each(axes["storage"]):
             yield from (replace(fewest, stale=True), replace(fewest, table="near"))
+            if not promised:  # what needs no promise may take it
+                yield replace(fewer, batch="chunk", promised=True)
             few_rows = (replace(each, batch="decode") for each in (fewest, fewer))
             yield from spoiled(implementation, facts, *few_rows, replace(fewer, batch="chunk"))
             if can_hold_many(facts, level):
@@ -346,9 +364,10 @@ def page_params(
 
 
 def page_of_request(kind: type[P], request: Request, **own: Any) -> P:
-    """What a probe takes: every block counts, two of them are missing."""
+    """What a probe takes: every block counts; two of them are missing, unless the request promises that none is."""
     storage, sizes = storage_asked(request, INDEX_BF16, "amax"), (request.num_heads or 1, request.block_size or 1)
-    return kind(**storage, heads=sizes[0], block_size=sizes[1], batch="ragged", tail=1, table="near", **own)
+    own |= {"table": "plain", "promised": True} if request.whole_tables else {"table": "near"}
+    return kind(**storage, heads=sizes[0], block_size=sizes[1], batch="ragged", tail=1, **own)
 
 
 def scored(

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.judge.problems.base import STRENGTH, Params, Problems, one_variant
+from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
+from mla_portable.judge.problems.base import STRENGTH, Params, Problems
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, same_bits
 from mla_portable.judge.problems.draw import generator
@@ -48,9 +48,16 @@ def topk_select(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: i
     return out
 
 
-def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
-    """Positions, exactly."""
-    yield same_bits("out", got["out"], want["out"])
+def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, ordered: bool = True) -> Iterator[Finding]:
+    """Positions, exactly; unless `ordered`, those in front of the first negative one in any order."""
+    yield same_bits("out", got["out"] if ordered else in_order(got["out"])[0], want["out"])
+
+
+def in_order(out: Tensor, *beside: Tensor) -> tuple[Tensor, ...]:
+    """`out` [T, K] with the positions in front of a row's first negative one sorted, and others [T, K] moved along."""
+    leading = (out >= 0).cumprod(dim=1).bool()
+    order = torch.where(leading, out.long(), INT32_MAX + 1).argsort(dim=1, stable=True)
+    return tuple(each.gather(1, order) for each in (out, *beside))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +72,19 @@ class TopkSelectParams(Params):
         ranges: "whole"; "mixed": ends before K, at K and past N, negative starts, a start past the end, one column; "edges":
             EDGES in turn.
         rows: T.
+        order: of the positions, "ascending"; "none", any.
         inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
     """
 
     primitive = TOPK_SELECT
-    says = "k{topk}! n{length}! {scores} ranges_{ranges} t{rows} in{inputs} out_{outputs}"
-    asks = "topk"
+    says = "k{topk}! n{length}! {scores} ranges_{ranges} t{rows} order_{order} in{inputs} out_{outputs}"
+    asks = "topk ordered=order"
     topk: int
     length: int
     scores: str = "plain"
     ranges: str = "whole"
     rows: int = ROWS
+    order: str = "ascending"
     inputs: str = "packed"
     outputs: str = "fresh"
 
@@ -119,7 +128,7 @@ class TopkSelectParams(Params):
             keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
         want = topk_select(logits, starts, ends, topk=self.topk)
 
-        judge = partial(findings, "any", want={"out": want})
+        judge = partial(findings, "any", want={"out": want}, ordered=self.order != "none")
         return Problem(stage, args, keywords, {"out": (shape, torch.int32)}, judge, frozenset({"out"}))
 
 
@@ -133,18 +142,24 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         "ranges": ["whole", "mixed"],
         "inputs": ["packed", "views"],
         "outputs": ["fresh", "packed", "views"],
-        "run": ["once", "repeat"],
+        **orders(implementation.support),
     }
     if facts.device_type == "cpu":
         axes["topk"] = [topk for topk in axes["topk"] if topk <= 128]
     yield from TopkSelectParams.covering(implementation, facts, axes, strength=STRENGTH[level])
     if level == "smoke":
         return
-    base = TopkSelectParams(topk=axes["topk"][-1], length=LONG, ranges="mixed")
+    order = axes.get("order", ["ascending"])[0]
+    base = TopkSelectParams(topk=axes["topk"][-1], length=LONG, ranges="mixed", order=order)
     yield from (replace(base, scores=scores) for scores in axes["scores"])
     yield replace(base, scores="parted")
-    yield TopkSelectParams(topk=widths[0], length=300, scores="zeros")
-    few = TopkSelectParams(topk=widths[0], length=300, ranges="edges")
+    yield TopkSelectParams(topk=widths[0], length=300, scores="zeros", order=order)
+    few = TopkSelectParams(topk=widths[0], length=300, ranges="edges", order=order)
+    if order != "none":
+        short = replace(few, ranges="mixed")
+        yield from (
+            replace(each, scores=scores, order="none") for each in (base, short) for scores in ("plain", "ties", "holes")
+        )
     yield from (replace(few, length=length) for length in (300, 5000, LONG))
     if facts.device_type != "cpu":
         yield replace(few, length=LONG, rows=BUSY_ROWS)
@@ -154,8 +169,24 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         yield replace(base, run="graph", outputs="packed")
 
 
+def orders(support: Support) -> dict[str, list[Any]]:
+    """Axes of `run`, and of `order` where the implementation gives none: two of its calls need not agree in it."""
+    return {"run": ["once", "repeat"]} if support.ordered else {"run": ["once"], "order": ["none"]}
+
+
+def order_of(request: Request) -> str:
+    """The parameter of a request."""
+    return "ascending" if request.ordered else "none"
+
+
 def _of_request(request: Request, name: str) -> TopkSelectParams:
-    return TopkSelectParams(topk=request.topk or 64, length=300, scores="holes", ranges="mixed", outputs="packed")
+    return TopkSelectParams(
+        topk=request.topk or 64, length=300, scores="holes", ranges="mixed", order=order_of(request), outputs="packed"
+    )
+
+
+def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    yield "holes", request.but(ordered=support.ordered)
 
 
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
@@ -173,9 +204,10 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         return topk_select(logits[judged].cpu(), starts[judged], ends[judged], topk=topk)
 
     def judge(results: Results) -> Iterator[Finding]:
-        yield from findings("any", {"out": results["out"][judged].cpu()}, {"out": wanted()})
+        yield from findings("any", {"out": results["out"][judged].cpu()}, {"out": wanted()}, ordered=False)
 
-    return BenchProblem(case, workshop.request(case), arguments, 3, {"out": out}, logits.nbytes + out.nbytes, 0, judge)
+    request = workshop.request(case, ordered=False)  # as engines ask
+    return BenchProblem(case, request, arguments, 3, {"out": out}, logits.nbytes + out.nbytes, 0, judge)
 
 
 PROBLEMS: Final = Problems(
@@ -186,7 +218,7 @@ PROBLEMS: Final = Problems(
     params=_params,
     of_request=_of_request,
     sizes=("topk",),
-    variants=one_variant("holes"),
+    variants=_variants,
     rows=ROWS,
     bench=Bench(
         rows=(1, 16, 64),

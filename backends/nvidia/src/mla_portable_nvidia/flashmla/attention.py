@@ -11,13 +11,13 @@ from typing import Final
 from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Primitive, Reason, Request
 from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
+from mla_portable_common.flash_mla.head_padding import kernel_heads
+from mla_portable_common.flash_mla.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
+from mla_portable_common.flash_mla.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.libraries import triton_missing
 from mla_portable_nvidia.flashmla.discovery import Found, find_kernel
-from mla_portable_nvidia.flashmla.head_padding import kernel_heads
-from mla_portable_nvidia.flashmla.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
-from mla_portable_nvidia.flashmla.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
 from mla_portable_nvidia.flashmla.support import attention_support, nope_support, truncation_allowed, v4_support
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
-from mla_portable_nvidia.machine import triton_missing
 
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 _NAME_V4: Final = "nvidia.flashmla_v4"

@@ -22,11 +22,11 @@ from typing import Any, Final
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
 from mla_portable.layouts import FP8_DS_MLA, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.calibration import calibrate_decode, calibrate_prefill
-from mla_portable_nvidia.flashmla.decode_conventions import OperatorDecode, decode_of_module
-from mla_portable_nvidia.flashmla.prefill_conventions import OperatorPrefill, prefill_of_module
-from mla_portable_nvidia.libraries import PROVIDER_VARIABLE, NotThisConvention, load_from, load_library, operator_of
-from mla_portable_nvidia.machine import device_with
+from mla_portable_common.flash_mla.calibration import calibrate_decode, calibrate_prefill
+from mla_portable_common.flash_mla.decode_conventions import OperatorDecode, decode_of_module
+from mla_portable_common.flash_mla.prefill_conventions import OperatorPrefill, prefill_of_module
+from mla_portable_common.libraries import NotThisConvention, load_from, load_library, operator_of
+from mla_portable_nvidia.machine import PROVIDER_VARIABLE, device_with
 
 LIBRARY_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_LIBRARY"
 PREFILL_HEADS: Final = (64, 128, 8, 16, 32)

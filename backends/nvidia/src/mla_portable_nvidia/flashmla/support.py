@@ -12,7 +12,7 @@ from typing import Any, Final
 from mla_portable.contracts import Primitive, Reason, Request, Support
 from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, SCALE_FORMATS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
+from mla_portable_common.flash_mla.head_padding import KERNEL_HEADS
 
 ARCHS: Final = ("sm90", "sm100")
 TRUNCATION_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_TRUNCATED_SCALES"

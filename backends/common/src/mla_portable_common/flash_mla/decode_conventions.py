@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.flashmla.conventions import DecodeKernel, Plan, PreparedDecode, SecondCache
-from mla_portable_nvidia.libraries import NotThisConvention, Positions, parameters_of
+from mla_portable_common.flash_mla.conventions import DecodeKernel, Plan, PreparedDecode, SecondCache
+from mla_portable_common.libraries import NotThisConvention, Positions, parameters_of
 
 _EXTRA_NAMES: Final = ("extra_kv", "extra_indices")
 _DECODE_NAMES: Final = ("q", "kv", "indices", "attn_sink", "tile_scheduler_metadata", "num_splits", "d_v", "sm_scale")

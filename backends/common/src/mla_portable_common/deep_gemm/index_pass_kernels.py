@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.kit.triton_launcher import TritonLauncher
-from mla_portable_nvidia.deepgemm.pages import PAGE, Pages, Rows
+from mla_portable_common.deep_gemm.pages import PAGE, IndexPasses, Pages, Rows
 
 _BLOCK_R: Final = 64
 _BLOCK_C: Final = 512
@@ -126,8 +126,8 @@ def _window_kernel(
 _describe, _finish, _erase, _window = map(TritonLauncher, (_describe_kernel, _finish_kernel, _erase_kernel, _window_kernel))
 
 
-class IndexPasses:
-    """The passes, one launch each, of at least one row; none synchronises."""
+class TritonIndexPasses(IndexPasses):
+    """One launch each; see IndexPasses."""
 
     def describe(self, rows: Rows, pages: Pages, first: int) -> None:
         """Write `rows` of the tokens from `first` on. More than one token a row: for a single request alone."""
@@ -162,10 +162,7 @@ class IndexPasses:
         )  # fmt: skip
 
     def window(self, out: Tensor, logits: Tensor, row_starts: Tensor, row_ends: Tensor, relative: bool) -> None:
-        """Copy logits [n, N] float32 to out [n, N]: columns row_starts to row_ends, [n] int32; else, and for NaN, -inf.
-
-        relative: column 0 of logits is column max(row_start, 0) of `out`.
-        """
+        """See IndexPasses."""
         num_rows, num_logits = out.shape
         _window(
             (num_rows, triton.cdiv(num_logits, _BLOCK_N)),

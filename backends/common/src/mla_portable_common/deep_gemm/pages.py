@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the passes around DeepGEMM's scores (`index_pass_kernels`) read and write."""
+"""The passes around DeepGEMM's scores, and what they read and write."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -53,3 +53,29 @@ class Rows:
         # DeepGEMM's scheduler looks at the length behind the last one
         lens = torch.empty(tokens + tokens_a_row, dtype=torch.int32, device=device)[:tokens].view(-1, tokens_a_row)
         return cls(starts, ends, owners, lens, torch.empty((lens.shape[0], columns), dtype=torch.int32, device=device))
+
+
+class IndexPasses(Protocol):
+    """The passes around DeepGEMM's scores that give them this project's one meaning, of at least one row; none synchronises."""
+
+    def describe(self, rows: Rows, pages: Pages, first: int) -> None:
+        """Write `rows` of the tokens from `first` on. More than one token a row: for a single request alone."""
+        ...
+
+    def finish(self, out: Tensor, logits: Tensor, rows: Rows, pages: Pages) -> None:
+        """Copy logits [n, width] float32 to out [n, N]: what a token sees and has a block; else, and for NaN, -inf."""
+        ...
+
+    def erase(self, logits: Tensor, rows: Rows, pages: Pages) -> None:
+        """Write -inf to positions of logits [n, width] that a token sees and that have no block in the cache.
+
+        What it does not see may be overwritten as well.
+        """
+        ...
+
+    def window(self, out: Tensor, logits: Tensor, row_starts: Tensor, row_ends: Tensor, relative: bool) -> None:
+        """Copy logits [n, N] float32 to out [n, N]: columns row_starts to row_ends, [n] int32; else, and for NaN, -inf.
+
+        relative: column 0 of logits is column max(row_start, 0) of `out`.
+        """
+        ...

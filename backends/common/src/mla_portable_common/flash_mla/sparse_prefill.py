@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.kit.results import attention_results
+from mla_portable.kit.results import head_results
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.alignment import aligned
-from mla_portable_nvidia.flashmla.conventions import PrefillKernel
-from mla_portable_nvidia.flashmla.head_padding import PaddedQueries, kernel_heads
-
-if TYPE_CHECKING:
-    from mla_portable_nvidia.passes.boundary import Boundary
+from mla_portable_common.alignment import aligned
+from mla_portable_common.flash_mla.conventions import BoundaryPasses, PrefillKernel
+from mla_portable_common.flash_mla.head_padding import PaddedQueries, kernel_heads
 
 TOPK_MULTIPLE: Final = 128
 SCRATCH_BYTES: Final = 128 << 20
@@ -39,7 +36,7 @@ class FlashMLAPrefill:
     def __init__(
         self,
         kernel: PrefillKernel,
-        boundary: Boundary,
+        boundary: BoundaryPasses,
         *,
         lse_base_2: bool,
         heads: Collection[int],
@@ -91,7 +88,7 @@ class FlashMLAPrefill:
         masks = (self._sanitises and lengths is not None) or topk != width or not indices.is_contiguous()
         whole, empty = not masks and heads == num_heads, num_tokens == 0 or kv.shape[0] == 0
         if self._finishes:
-            out, lse_out = attention_results(q, kv, out, lse_out)
+            out, lse_out = head_results(q, KV_LORA_RANK, out, lse_out)
         else:
             lse_out = self._no_lse
             if out is None and (empty or not whole):  # else the kernel's own result is returned

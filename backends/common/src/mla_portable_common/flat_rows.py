@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.passes.kept_views import KeptViews
+from mla_portable_common.kept_views import KeptViews
 
 View = TypeVar("View")
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-PROVIDER_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_PROVIDER"
-"""Names the only package to ask for a kernel."""
+from mla_portable.accelerator import device_count
+from mla_portable.contracts import DeviceFacts, Reason
+
 REFUSING: Final = (RuntimeError, TypeError, ValueError, AssertionError)
 """What a provider raises that does not take a call."""
 _REFUSALS: Final = ("no kernel image is available", "invalid device function")
@@ -24,6 +26,25 @@ _REFUSALS: Final = ("no kernel image is available", "invalid device function")
 
 class NotThisConvention(Exception):
     """A symbol is missing, or takes arguments that this project does not know; the message says which."""
+
+
+def any_device(facts: DeviceFacts) -> torch.device | None:
+    """The current device of the type that these facts name; None where this machine has none."""
+    return torch.device(facts.device_type) if device_count(facts.device_type) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Where a vendor's copy of an interface is found.
+
+    Attributes:
+        modules: names to import, in the order of asking. remedy: what a user does who has none of them.
+        device_with: the device of this machine that some facts describe, on which the copy is tried; None where there is none.
+    """
+
+    modules: tuple[str, ...]
+    remedy: str
+    device_with: Callable[[DeviceFacts], torch.device | None] = any_device
 
 
 def operator_of(library: str, name: str) -> Any | None:
@@ -80,6 +101,13 @@ def parameters_of(function: Callable[..., Any], names: tuple[str, ...]) -> list[
         where = f"{function.__module__}.{function.__qualname__}"
         raise NotThisConvention(f"{where} has no parameter {', '.join(missing)}")
     return parameters
+
+
+def triton_missing() -> tuple[Reason, ...]:
+    """A reason where Triton is not installed: the passes around a vendor's kernel are written in it."""
+    if find_spec("triton") is None:
+        return (Reason("triton", "is not installed", "the passes around the kernel are written in it", "pip install triton"),)
+    return ()
 
 
 def refused(what: str, error: Exception) -> NotThisConvention:

@@ -9,8 +9,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.flashmla.conventions import PrefillKernel
-from mla_portable_nvidia.libraries import NotThisConvention, Positions, parameters_of
+from mla_portable_common.flash_mla.conventions import PrefillKernel
+from mla_portable_common.libraries import NotThisConvention, Positions, parameters_of
 
 _PREFILL_NAMES: Final = ("q", "kv", "indices", "sm_scale", "d_v")
 _OPTIONAL: Final = ("attn_sink", "topk_length", "out_")

@@ -17,9 +17,9 @@ from typing import Any, Final
 import torch
 
 from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4, HEAD_SIZE, KV_LORA_RANK, CacheLayout
-from mla_portable_nvidia.flashmla.conventions import DecodeKernel, PrefillKernel, SecondCache
-from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
-from mla_portable_nvidia.libraries import REFUSING, NotThisConvention, refused
+from mla_portable_common.flash_mla.conventions import DecodeKernel, PrefillKernel, SecondCache
+from mla_portable_common.flash_mla.head_padding import KERNEL_HEADS
+from mla_portable_common.libraries import REFUSING, NotThisConvention, refused
 
 _PAGE: Final = 64
 _DECODE_KEYS: Final = 512

@@ -12,32 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, InvalidArgument, Request, Support
-from mla_portable.layouts import INDEX_FP8
-from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, IndexerLogits, IndexerLogitsRagged
-from mla_portable_nvidia.deepgemm.conventions import DeepGemm, deepgemm_reasons, find_deepgemm
-from mla_portable_nvidia.deepgemm.pages import PAGE, Pages, Rows
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, InvalidArgument
+from mla_portable_common.deep_gemm.conventions import DeepGemm
+from mla_portable_common.deep_gemm.pages import PAGE, IndexPasses, Pages, Rows
 
-if TYPE_CHECKING:
-    from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
-
-NAME: Final = "nvidia.deepgemm"
-HEADS: Final = (32, 64)
-"""What every build takes on both architectures."""
 _ALIGNED: Final = 256
 """DeepGEMM pads rows of scores to a multiple of this."""
 _MOST_ROWS: Final = 512
 """Of one paged call: DeepGEMM compiles its planner again for every 32 rows, so 16 times at most."""
 _QUERY_ROWS: Final = 128
 """Tokens times heads that one multiprocessor scores at a time."""
-PREFERENCE: Final = 60.0
-"""Behind the portable kernels (50) where nothing was timed: on few rows the passes around it cost more than it gains."""
 
 
 def packed(tensor: Tensor) -> Tensor:
@@ -171,47 +160,3 @@ class RaggedLogits:
                 self._kernel.relative,
             )
         return out
-
-
-def bind_indexer_logits(request: Request[IndexerLogits]) -> IndexerLogits:
-    """indexer_logits on the DeepGEMM of this machine. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
-
-    return PagedLogits(find_deepgemm(INDEXER_LOGITS, request.device), IndexPasses())
-
-
-def bind_indexer_logits_ragged(request: Request[IndexerLogitsRagged]) -> IndexerLogitsRagged:
-    """indexer_logits_ragged on the DeepGEMM of this machine. Raises: MLAPortableError where there is none."""
-    from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
-
-    device = request.device
-    return RaggedLogits(find_deepgemm(INDEXER_LOGITS_RAGGED, device), IndexPasses(), device.num_sms)
-
-
-def deepgemm_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation[Any]]:
-    """indexer_logits and indexer_logits_ragged. device_types: ("cuda",) but for tests that run stand-ins on a CPU."""
-    common: dict[str, Any] = {
-        "source": "DeepGEMM 54e2261, csrc/apis/attention.hpp; vLLM 0.26.0 and 0.33.0. SM100 was not run here",
-        "device_types": device_types,
-        "vendors": ("nvidia",),
-        "archs": ("sm90", "sm100"),
-        "kv_layouts": (INDEX_FP8.name,),
-        "num_heads": HEADS,
-        "nan_keys": False,  # its ReLU makes 0 of NaN
-    }
-    yield Implementation(
-        NAME,
-        INDEXER_LOGITS,
-        Support(**common, block_sizes=(PAGE,), cache_alignment=16),
-        bind_indexer_logits,
-        check=partial(deepgemm_reasons, INDEXER_LOGITS),
-        preference=PREFERENCE,
-    )
-    yield Implementation(
-        NAME,
-        INDEXER_LOGITS_RAGGED,
-        Support(**common),
-        bind_indexer_logits_ragged,
-        check=partial(deepgemm_reasons, INDEXER_LOGITS_RAGGED),
-        preference=PREFERENCE,
-    )

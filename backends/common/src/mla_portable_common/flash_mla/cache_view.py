@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument
 from mla_portable.layouts import FP8_DS_MLA, CacheLayout
-from mla_portable_nvidia.passes.kept_views import KeptViews
+from mla_portable_common.kept_views import KeptViews
 
 _LOAD_BYTES: Final = 16
 """Of a load, which begins at a multiple of as many."""

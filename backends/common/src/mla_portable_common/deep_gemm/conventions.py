@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from functools import cache
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, MLAPortableError, Primitive, Reason
+from mla_portable.contracts import Primitive
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_LOGITS_RAGGED
-from mla_portable_nvidia.deepgemm.pages import PAGE
-from mla_portable_nvidia.libraries import REFUSING, NotThisConvention, refused
-from mla_portable_nvidia.machine import device_with, triton_missing
+from mla_portable_common.deep_gemm.pages import PAGE
+from mla_portable_common.libraries import REFUSING, NotThisConvention, refused
 
-_MODULES: Final = ("deep_gemm", "vllm.third_party.deep_gemm")
-"""In the order in which vLLM asks."""
-_REMEDY: Final = "install DeepGEMM of April 2026 or later, or vLLM 0.24 to 0.33, which bring it, and CUDA's nvcc"
 _RAGGED: Final = ["q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end"]
 _PAGED: Final = ["q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta", "max_context_len"]
 _HEADS: Final = 64
@@ -150,54 +144,12 @@ def _compare(got: Tensor, least: int) -> None:
         raise ValueError(f"scores {got.tolist()[:4]}... of {got.dtype}, expected {want.tolist()[:4]}...")
 
 
-def load_deepgemm() -> DeepGemm:
-    """The first module that can be imported and whose convention is known. Raises: NotThisConvention, why each is not."""
-    failures: list[str] = []
-    for name in _MODULES:
-        try:
-            return DeepGemm(import_module(name))
-        except NotThisConvention as failure:
-            failures.append(str(failure))
-        except Exception as error:  # its import fails in many ways: no CUDA_HOME, no compiler, another torch
-            failures.append(f"import {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    raise NotThisConvention("; ".join(failures))
+def try_scores(primitive: Primitive[Any], kernel: DeepGemm, device: torch.device) -> None:
+    """A tiny problem, whose first call compiles kernels; waits for the device.
 
-
-@cache
-def _tried(primitive: Primitive[Any], facts: DeviceFacts) -> DeepGemm | str:
-    device = device_with(facts)
-    if device is None:
-        return f"{facts} is not on this machine"
-    try:
-        kernel = load_deepgemm()
-        try:
-            (_try_ragged if primitive is INDEXER_LOGITS_RAGGED else _try_paged)(kernel, device)
-        except REFUSING as error:
-            raise refused(f"{primitive} of DeepGEMM", error) from error
-    except NotThisConvention as failure:
-        return str(failure)
-    return kernel
-
-
-forget_deepgemm = _tried.cache_clear
-"""Look for DeepGEMM afresh at the next call."""
-
-
-def find_deepgemm(primitive: Primitive[Any], facts: DeviceFacts) -> DeepGemm:
-    """DeepGEMM as it serves a primitive on a device, tried on a tiny problem once a process.
-
-    That compiles kernels the first time (seconds, kept in DG_JIT_CACHE_DIR) and waits for the device.
-    Raises: MLAPortableError where it is not here or does something else.
+    Raises: NotThisConvention where the build refuses it or computes something else; device faults as they come.
     """
-    found = _tried(primitive, facts)
-    if isinstance(found, str):
-        raise MLAPortableError(f"{primitive}: DeepGEMM cannot serve here: {found}")
-    return found
-
-
-def deepgemm_reasons(primitive: Primitive[Any], facts: DeviceFacts) -> Iterator[Reason]:
-    """Why DeepGEMM cannot serve, if it cannot, or what the passes around it lack."""
-    found = _tried(primitive, facts)
-    if isinstance(found, str):
-        yield Reason("DeepGEMM", "not usable:", found, _REMEDY)
-    yield from triton_missing()
+    try:
+        (_try_ragged if primitive is INDEXER_LOGITS_RAGGED else _try_paged)(kernel, device)
+    except REFUSING as error:
+        raise refused(f"{primitive} of DeepGEMM", error) from error

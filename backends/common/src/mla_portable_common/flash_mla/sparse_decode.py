@@ -12,22 +12,19 @@ for just these lengths would be read wrongly, and tokens of one row have lengths
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch
-from mla_portable.kit.results import attention_results
+from mla_portable.kit.results import head_results
 from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, CacheLayout
-from mla_portable_nvidia.alignment import aligned
-from mla_portable_nvidia.flashmla.cache_view import CacheView
-from mla_portable_nvidia.flashmla.conventions import DecodeKernel, Plan, PreparedDecode, SecondCache
-from mla_portable_nvidia.flashmla.head_padding import PaddedQueries, kernel_heads
-from mla_portable_nvidia.flashmla.tile_schedules import TileSchedule, accumulator_bytes, num_sm_parts
-
-if TYPE_CHECKING:
-    from mla_portable_nvidia.passes.boundary import Boundary
+from mla_portable_common.alignment import aligned
+from mla_portable_common.flash_mla.cache_view import CacheView
+from mla_portable_common.flash_mla.conventions import BoundaryPasses, DecodeKernel, Plan, PreparedDecode, SecondCache
+from mla_portable_common.flash_mla.head_padding import PaddedQueries, kernel_heads
+from mla_portable_common.flash_mla.tile_schedules import TileSchedule, accumulator_bytes, num_sm_parts
 
 TOPK_MULTIPLE: Final = 64
 _PADDED_QUERIES: Final = PaddedQueries()
@@ -76,7 +73,7 @@ class FlashMLADecode:
     def __init__(
         self,
         kernel: DecodeKernel,
-        boundary: Boundary,
+        boundary: BoundaryPasses,
         *,
         lse_base_2: bool,
         takes_plan: bool,
@@ -146,7 +143,7 @@ class FlashMLADecode:
                 return out, self._no_lse
         batch, query_len, num_heads, _ = q.shape
         if self._finishes:
-            out, lse_out = attention_results(q, kv_cache, out, lse_out)
+            out, lse_out = head_results(q, KV_LORA_RANK, out, lse_out)
         else:
             lse_out = self._no_lse
         lists = [

@@ -70,6 +70,44 @@ class DecodeKernel(Protocol):
         return lambda q, kv, indices, scale, attn_sink, out, extra: self(q, kv, indices, scale, attn_sink, plan, out, extra)
 
 
+class BoundaryPasses(Protocol):
+    """The passes around a call of FlashMLA that give it this project's one meaning. They write what they are given; neither
+    synchronises, and neither launches anything for zero rows.
+    """
+
+    def sanitise(self, out: Tensor, indices: Tensor, lengths: Tensor | None, num_slots: int) -> None:
+        """Copy indices; what is negative, past the cache or past the row's length becomes -1, and so does the padding.
+
+        Args:
+            out: [B, S, K'] int32 contiguous, written, K' >= K. indices: [B, S, K] int32. lengths: [B, S] int32.
+            num_slots: slots of the cache, at least 1.
+        """
+        ...
+
+    def finish(
+        self,
+        out: Tensor,
+        lse_out: Tensor,
+        result: Tensor | None,
+        lse: Tensor,
+        attn_sink: Tensor | None,
+        base_2: bool,
+        *,
+        early: bool,
+    ) -> None:
+        """Bring a kernel's results into `out` and `lse_out`.
+
+        Args:
+            out: [B, S, H, 512] bf16, written. lse_out: [B, S, H] float32, written.
+            result: [B, S, H' >= H, 512] bf16, or None where the kernel wrote `out` itself.
+            lse: [B, H' >= H, S] float32, infinite (of either sign) where a row has no valid entry. base_2: lse is to base 2.
+            attn_sink: [H] float32 that the kernel has not applied.
+            early: the kernel in front was launched normally and is the last of its call, so that the pass may start before its
+                end where it can wait for it.
+        """
+        ...
+
+
 class PrefillKernel(Protocol):
     """FlashMLA's sparse BF16 prefill.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention
-from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
+from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
 from mla_portable.attention.prompts import prompt_requests
 from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, UnsupportedRequest
@@ -33,7 +33,7 @@ def refusals(
     facts: DeviceFacts,
     *,
     registry: Registry | None = None,
-    backend: BackendChoice = None,
+    backend: ForcedBackend = None,
 ) -> list[str]:
     """Why all tokens of such layers take the sparse route, in words. No kernel is run to find out.
 

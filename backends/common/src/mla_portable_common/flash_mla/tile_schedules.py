@@ -27,7 +27,7 @@ from mla_portable.contracts import DecodeSchedule, InvalidArgument, ScheduleKind
 from mla_portable.contracts.values import INT32_MAX, check_fields
 from mla_portable.kit.rules import check_tensor
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.flashmla.head_padding import kernel_heads
+from mla_portable_common.flash_mla.head_padding import kernel_heads
 
 _METADATA_WORDS: Final = 8
 """int32 words of a part's entry."""

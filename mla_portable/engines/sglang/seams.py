@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The places of SGLang that are hooked: data that the plugin registers, and that `doctor` compares with the installed sources.
+"""The seams of SGLang, functions that are hooked: data that the plugin registers, and that `doctor` compares with the sources.
 
 They are private to SGLang, so their parameters are checked before any hook is registered. A parameter that is not known here
-may change what a method computes; then nothing is hooked, and the log and `doctor` say which place it is.
+may change what a method computes; then nothing is hooked, and the log and `doctor` say which seam it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPLACED: Final = "REPLACED"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Seam:
     """A function of SGLang.
 
     Attributes:
@@ -59,9 +59,9 @@ class Place:
         return f"{self.target} {' and '.join(filter(None, words))}" if missing or unknown else None
 
 
-def _method(name: str, kind: str, parameters: str, may_have: str | None = "") -> Place:
+def _method(name: str, kind: str, parameters: str, may_have: str | None = "") -> Seam:
     others = None if may_have is None else tuple(may_have.split())
-    return Place(f"{BACKEND}.{name}", kind, ("self", *parameters.split()), others)
+    return Seam(f"{BACKEND}.{name}", kind, ("self", *parameters.split()), others)
 
 
 SPARSE: Final = "_forward_flashmla_sparse"
@@ -85,8 +85,8 @@ ATTENTION: Final = (
 
 _POOLED: Final = "sglang.srt.layers.attention.dsa.dsa_backend_kpool.DeepseekSparseAttnBackendKPoolMixin"
 POOLS: Final = (
-    Place(f"{_POOLED}._resolve_kpool_tail_backend", AROUND, ("self", "topk_indices", "dsa_impl"), optional=True),
-    Place(f"{_POOLED}._check_kpool_tail_backend", AROUND, ("self", "topk_indices", "dsa_impl", "phase"), optional=True),
+    Seam(f"{_POOLED}._resolve_kpool_tail_backend", AROUND, ("self", "topk_indices", "dsa_impl"), optional=True),
+    Seam(f"{_POOLED}._check_kpool_tail_backend", AROUND, ("self", "topk_indices", "dsa_impl", "phase"), optional=True),
 )
 """Where SGLang reroutes, or refuses, implementations for an indexer that scores pools of keys."""
 
@@ -94,25 +94,25 @@ LAYER_MODULE: Final = "sglang.srt.models.deepseek_common.attention_forward_metho
 LAYER: Final = f"{LAYER_MODULE}.DeepseekMLAForwardMixin"
 PROMPTS: Final = (
     _method("get_indexer_metadata", AROUND, "layer_id forward_batch"),
-    Place(
+    Seam(
         f"{LAYER}.forward_absorb_prepare",
         AROUND,
         ("self", "positions", "hidden_states", "forward_batch", "zero_allocator"),
         ("llama_4_scaling", "prev_topk_indices"),
     ),
-    Place(f"{LAYER}.forward_absorb_core", AROUND, ("self",), None),
+    Seam(f"{LAYER}.forward_absorb_core", AROUND, ("self",), None),
 )
 """What attends to prompts over keys of each head goes through: the indexer's choice of slots or positions, and the layer."""
 
 _ROWS = ("k_nope", "k_rope", "group_size")
 FP8_ROWS: Final = (
     *(
-        Place(f"sglang.kernels.ops.{module}.{name}", AROUND, _ROWS, optional=True)
+        Seam(f"sglang.kernels.ops.{module}.{name}", AROUND, _ROWS, optional=True)
         for module in ("quantization.dsa_quant_k_cache", "attention.dsa.quant_k_cache")  # from 0.5.23 on; 0.5.16
         for name in ("_quantize_k_cache_fast", "_quantize_k_cache_fast_separate")
     ),
     *(
-        Place(
+        Seam(
             f"sglang.kernels.ops.attention.dsa.dequant_k_cache.{name}",
             AROUND,
             ("quant_k_cache", "page_table_1_flattened", "group_size"),
@@ -124,7 +124,7 @@ FP8_ROWS: Final = (
 """Functions that launch the kernels of FP8 rows; whatever writes or gathers them calls one of these."""
 
 INDEXER: Final = tuple(
-    Place(f"{SELECTORS}.{name}", AROUND, optional=True)
+    Seam(f"{SELECTORS}.{name}", AROUND, optional=True)
     for name in (
         "resolve_num_sms",
         "resolve_paged_mqa_logits_metadata_fn",
@@ -145,8 +145,8 @@ _KEYS_AND_SCALES: Final = (
 )
 
 
-def _kernel(module: str, name: str, parameters: str, *more: str) -> Place:
-    return Place(f"{module}.{name}", REPLACED, (*parameters.split(), *more), None, optional=True)
+def _kernel(module: str, name: str, parameters: str, *more: str) -> Seam:
+    return Seam(f"{module}.{name}", REPLACED, (*parameters.split(), *more), None, optional=True)
 
 
 INDEX_KERNELS: Final = (
@@ -181,7 +181,7 @@ INDEX_KERNELS: Final = (
 )
 """Triton kernels of the indexer that store or move e4m3."""
 
-POOLED_SCHEDULE: Final = Place("sglang.srt.layers.attention.dsa.kpool_plan._get_deep_gemm", AROUND, optional=True)
+POOLED_SCHEDULE: Final = Seam("sglang.srt.layers.attention.dsa.kpool_plan._get_deep_gemm", AROUND, optional=True)
 """Where the schedules of that indexer take DeepGEMM's module from."""
 
 PLACES: Final = (*ATTENTION, *POOLS, *PROMPTS, *FP8_ROWS, *INDEXER, POOLED_SCHEDULE)
@@ -189,8 +189,8 @@ PLACES: Final = (*ATTENTION, *POOLS, *PROMPTS, *FP8_ROWS, *INDEXER, POOLED_SCHED
 
 def objections(parameters_of: Callable[[str], Collection[str] | None]) -> Iterator[str]:
     """What stands against hooking an SGLang. parameters_of: those of a dotted path, None where there is nothing."""
-    for place in (*PLACES, *INDEX_KERNELS):
-        found = place.objection(parameters_of(place.target))
+    for seam in (*PLACES, *INDEX_KERNELS):
+        found = seam.objection(parameters_of(seam.target))
         if found is not None:
             yield found
 

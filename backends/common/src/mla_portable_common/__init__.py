@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of interfaces that libraries of several vendors have. No plugin: it owns no device and registers nothing."""
