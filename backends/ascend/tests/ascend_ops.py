@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 FOREVER = 2**63 - 1
-LATENT, ROPE = 512, 64
+LATENT, ROPE, INDEX_WIDTH = 512, 64, 128
 A2_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 _STEP = 32
 """Query tokens that are computed at a time."""
@@ -93,13 +93,15 @@ class Operations:
     """The operations as they are on one family of devices.
 
     Attributes:
-        strided: the first axis of a paged cache may be strided (A5). heads: that attention takes.
+        strided: the first axis of a paged cache may be strided, and weights of the indexer are bf16 alone (A5). heads: that
+            attention takes. index_heads: that the indexer takes.
         paged_lse: return_softmax_lse is taken with pages, as vllm-ascend's context parallelism calls it; False is what the
             documents say. calls: (operation, whether maximum and sum are asked for) of each call.
     """
 
     def __init__(self, *, strided: bool = False, heads: tuple[int, ...] = A2_HEADS, paged_lse: bool = True) -> None:
         self.strided, self.heads, self.paged_lse = strided, heads, paged_lse
+        self.index_heads = (8, 16, 24, 32, 64) if strided else range(1, 65)
         self.calls: list[tuple[str, bool]] = []
 
     def npu_sparse_flash_attention(
@@ -161,6 +163,39 @@ class Operations:
             out[part] = found.to(out.dtype)
         return (out, peak, total) if lse else (out, torch.empty(0), torch.empty(0))
 
+    def npu_lightning_indexer(
+        self, query, key, weights, *, actual_seq_lengths_query=None, actual_seq_lengths_key=None, block_table=None,
+        layout_query="BSND", layout_key="BSND", sparse_count=2048, sparse_mode=3, pre_tokens=FOREVER, next_tokens=FOREVER,
+        return_value=False,
+    ):  # fmt: skip
+        self.calls.append(("npu_lightning_indexer", return_value))
+        refuse_unless((pre_tokens, next_tokens) == (FOREVER, FOREVER), "pre_tokens and next_tokens have one value")
+        refuse_unless((layout_query, layout_key) == ("TND", "PA_BSND"), f"layouts {layout_query}, {layout_key}")
+        refuse_unless(sparse_mode in (0, 3), f"sparse_mode {sparse_mode}")
+        refuse_unless(not return_value, "return_value is not supported with PA_BSND")
+        refuse_unless(sparse_count in range(1, 2049) or sparse_count in range(3072, 8193, 1024), f"sparse_count {sparse_count}")
+        bf16, (tokens, heads, _) = torch.bfloat16, query.shape
+        refuse_unless(heads in self.index_heads, f"N1 {heads}")
+        dense("query", query, (bf16,), (None, None, INDEX_WIDTH))
+        dense("key", key, (bf16,), (None, None, 1, INDEX_WIDTH), stride0=self.strided)
+        dense("weights", weights, (bf16,) if self.strided else (bf16, torch.float32), (tokens, heads))
+        queries = lengths_of("actual_seq_lengths_query", actual_seq_lengths_query, None, cumulative=True)
+        keys = lengths_of("actual_seq_lengths_key", actual_seq_lengths_key, len(queries), cumulative=False)
+        refuse_unless(sum(queries) == tokens, f"{tokens} query tokens, lengths {queries}")
+        pages_of(block_table, keys, key.shape[0], key.shape[1])
+        _, limit = owners(queries, keys, sparse_mode)
+        indices, first = torch.full((tokens, 1, sparse_count), -1, dtype=torch.int32), 0
+        for request, (count, length) in enumerate(zip(queries, keys, strict=True)):
+            blocks = block_table[request, : -(-length // key.shape[1])].long()
+            rows = key[blocks].reshape(-1, INDEX_WIDTH)[:length].float()
+            for token in range(first, first + count):
+                seen = int(limit[token])
+                scores = (query[token].float() @ rows[:seen].T).relu().T @ weights[token].float()
+                chosen = torch.randperm(min(seen, sparse_count))  # no order is documented
+                indices[token, 0, : len(chosen)] = scores.topk(len(chosen)).indices[chosen].to(torch.int32)
+            first += count
+        return indices, torch.empty(0, dtype=bf16)
+
 
 SCHEMAS = {
     "npu_sparse_flash_attention": (
@@ -169,6 +204,12 @@ SCHEMAS = {
         "Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', str layout_kv='BSND', int sparse_mode=3, "
         "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=2, "
         "bool return_softmax_lse=False) -> (Tensor attention_out, Tensor softmax_max, Tensor softmax_sum)"
+    ),
+    "npu_lightning_indexer": (
+        "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
+        "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', str layout_key='BSND', "
+        "int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, "
+        "bool return_value=False) -> (Tensor sparse_indices, Tensor sparse_values)"
     ),
 }
 """Those of vllm-ascend's operators, as csrc/torch_binding.cpp defines them."""
@@ -185,7 +226,7 @@ def vllm_ascend(operations: Operations, names: tuple[str, ...] = tuple(SCHEMAS))
 
 
 @contextmanager
-def torch_npu(operations: Operations, names: tuple[str, ...] = ("npu_sparse_flash_attention",)) -> Iterator[None]:
+def torch_npu(operations: Operations, names: tuple[str, ...] = tuple(SCHEMAS)) -> Iterator[None]:
     """The functions of torch_npu, in sys.modules."""
     import sys
 

@@ -20,8 +20,8 @@ MACHINES = {
     "ascend950": (A5, lambda: Operations(strided=True, heads=EVERY_COUNT)),
 }
 SERVED = {
-    "ascend910b": {"sfa_copied", "sfa_copied_torch_npu"},
-    "ascend950": {"sfa_copied_950"},
+    "ascend910b": {"sfa_copied", "sfa_copied_torch_npu", "lightning_indexer", "lightning_indexer_torch_npu"},
+    "ascend950": {"sfa_copied_950", "lightning_indexer_950"},
 }
 
 

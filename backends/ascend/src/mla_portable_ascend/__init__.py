@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
+
+import torch
 
 from mla_portable.accelerator import add_error_words
 from mla_portable.contracts import (
@@ -25,8 +28,9 @@ from mla_portable.contracts import (
     Variable,
     hookimpl,
 )
-from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_ascend import attention
+from mla_portable.layouts import INDEX_BF16
+from mla_portable.primitives import INDEXER_SELECT, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_ascend import attention, indexer
 from mla_portable_ascend.detector import A2, A3, A5, ARCHS, OVERRIDE, detect, is_override
 from mla_portable_ascend.resolve import TORCH_NPU, VLLM_ASCEND, Op, Place
 
@@ -84,10 +88,13 @@ class Provider:
 
 def _copied() -> Iterator[Provider]:
     """Attention over `bf16` caches."""
-    binds = {SPARSE_DECODE: attention.bind_sparse_decode, SPARSE_PREFILL: attention.bind_sparse_prefill}
+    call = partial(partial, call=attention.sparse_flash_attention, apart=True)
+    binds = {SPARSE_DECODE: call(attention.bind_sparse_decode), SPARSE_PREFILL: call(attention.bind_sparse_prefill)}
     limits: dict[str, Any] = {"kv_layouts": ("bf16",), "attn_sink": False}
     few, many = {**limits, "num_heads": _A2_HEADS}, {**limits, "max_heads": 128}
-    own, general = (Place(package, "npu_sparse_flash_attention", attention.KEYWORDS) for package in (VLLM_ASCEND, TORCH_NPU))
+    own, general = (
+        Place(package, "npu_sparse_flash_attention", attention.SPLIT_KEYWORDS) for package in (VLLM_ASCEND, TORCH_NPU)
+    )
     for primitive, bind in binds.items():
         source = f"{_VLLM_ASCEND}; {_COPIED}"
         yield Provider("sfa_copied", primitive, own, (A2, A3), 20, source, bind, few)
@@ -96,7 +103,24 @@ def _copied() -> Iterator[Provider]:
         yield Provider("sfa_copied_950", primitive, general, (A5,), 20, source, bind, many)
 
 
-PROVIDERS: Final[tuple[Provider, ...]] = (*_copied(),)
+def _indexer() -> Iterator[Provider]:
+    """Scores and selection over `index_bf16` keys."""
+    own, general = (Place(package, "npu_lightning_indexer", indexer.KEYWORDS) for package in (VLLM_ASCEND, TORCH_NPU))
+    limits: dict[str, Any] = {
+        "kv_layouts": (INDEX_BF16.name,),
+        "max_topk": 2048,
+        "block_size_multiple": 16,
+        "needs_whole_tables": True,
+        "nan_keys": False,  # not known
+    }
+    few, some = {**limits, "max_heads": 64}, {**limits, "num_heads": (8, 16, 24, 32, 64)}
+    full, rounded = (partial(indexer.bind_indexer_select, weights_dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    yield Provider("lightning_indexer", INDEXER_SELECT, own, (A2, A3), 10, _VLLM_ASCEND, full, few)
+    yield Provider("lightning_indexer_torch_npu", INDEXER_SELECT, general, (A2, A3), 11, _TORCH_NPU, full, few)
+    yield Provider("lightning_indexer_950", INDEXER_SELECT, general, (A5,), 10, _TORCH_NPU, rounded, some)
+
+
+PROVIDERS: Final[tuple[Provider, ...]] = (*_copied(), *_indexer())
 
 
 @hookimpl

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_decode and sparse_prefill through `npu_sparse_flash_attention`, which reads latent and rotary part from two tensors.
+"""sparse_decode and sparse_prefill through the vendor's sparse attention.
 
-The operation attends from lists of positions of a request, valid ones first, and stops at the first -1. Slots are handed over
-as positions of one pretended request that owns all rows, with sparse_mode 0, so that no causal limit holds. It looks at no more
-entries of a list than the request has positions: there are at least K rows.
+The operations attend from lists of positions of a request, valid ones first, and stop at the first -1. Slots are handed over as
+positions of one pretended request that owns all rows, with sparse_mode 0, so that no causal limit holds.
 
-A `bf16` cache has both parts in one row, so rows are copied apart: all of them where that is less, else the named ones, a
-bounded number at a time. The adapter allocates; whether a graph can hold it is up to the operation.
+`npu_sparse_flash_attention` reads latent and rotary part of a row from two tensors. A `bf16` cache has both in one row, so rows
+are copied apart: all of them where that is less, else the named ones, a bounded number at a time. So are rows of other caches
+whose blocks lie apart by anything but whole blocks. The adapters allocate; whether a graph can hold them is up to the
+operation.
 """
 
 from __future__ import annotations
@@ -14,104 +15,149 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import DecodeSchedule, Request
-from mla_portable.kit.results import attention_results
+from mla_portable.kit.results import head_results
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_ascend.resolve import Op
-from mla_portable_ascend.rows import COPIED_ROWS, named_rows, valid_first
-
-KEYWORDS = (
-    *("query", "key", "value", "sparse_indices", "scale_value", "block_table", "actual_seq_lengths_query"),
-    *("actual_seq_lengths_kv", "query_rope", "key_rope", "sparse_block_size", "layout_query", "layout_kv", "sparse_mode"),
-    *("attention_mode", "return_softmax_lse"),
+from mla_portable_ascend.rows import (
+    COPIED_ROWS,
+    Keys,
+    flat_keys,
+    flattened,
+    latent_and_rope,
+    named_rows,
+    paged_keys,
+    valid_first,
 )
-"""What the operation is called with."""
+
+Cache = Tensor | tuple[Tensor, ...]
+"""A paged cache, or flat rows: one tensor, or one for each part of a split layout."""
+Found = tuple[Tensor, Tensor | None]
+"""out [T, H, 512] bf16; lse [T, H] float32, None where it was not asked for."""
+Call = Callable[[Op, Tensor, Keys, Tensor, float, bool], Found]
+"""(op, q [T, H, 576], keys, positions [T, K] int32, scale, lse): one call of an operation, on contiguous tensors."""
+
+KEYWORDS: Final = (
+    *("query", "key", "value", "sparse_indices", "scale_value", "block_table", "actual_seq_lengths_query"),
+    *("actual_seq_lengths_kv", "sparse_block_size", "layout_query", "layout_kv", "sparse_mode", "attention_mode"),
+)
+"""What every operation is called with."""
+SPLIT_KEYWORDS: Final = (*KEYWORDS, "query_rope", "key_rope", "return_softmax_lse")
+
+
+def sparse_flash_attention(op: Op, q: Tensor, keys: Keys, positions: Tensor, scale: float, lse: bool) -> Found:
+    """`npu_sparse_flash_attention`: keys have a part for the latent and one for the rotary part."""
+    latent, rope = keys.parts
+    q_latent, q_rope = latent_and_rope(q)
+    given = _common(q_latent, latent, keys, positions, scale)
+    out, peak, total = op(**given, query_rope=q_rope, key_rope=rope, return_softmax_lse=lse)
+    return out, _lse(peak, total) if lse else None
+
+
+def _common(query: Tensor, key: Tensor, keys: Keys, positions: Tensor, scale: float) -> dict[str, object]:
+    count = positions.new_full
+    return {
+        "query": query,
+        "key": key,
+        "value": key,
+        "sparse_indices": positions.unsqueeze(1),
+        "scale_value": scale,
+        "block_table": keys.table,
+        "actual_seq_lengths_query": count((1,), query.shape[0]),
+        "actual_seq_lengths_kv": count((1,), keys.length),
+        "sparse_block_size": 1,
+        "layout_query": "TND",
+        "layout_kv": keys.layout,
+        "sparse_mode": 0,
+        "attention_mode": 2,
+    }
+
+
+def _lse(peak: Tensor, total: Tensor) -> Tensor:
+    """From the maximum of the scores and the sum of their exponentials, [1, T, H] each."""
+    return peak[0] + total[0].log()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """The operation for one kind of request.
+    """An operation for one kind of request.
 
     Attributes:
-        op: `npu_sparse_flash_attention`. lse: it is asked for. clean: indices are slots or -1, the slots first.
+        op, call: see `Call`. lse: it is asked for. clean: indices are slots or -1, the slots first.
+        apart: rows hold latent and rotary part, and are copied apart.
     """
 
     op: Op
+    call: Call
     lse: bool
     clean: bool
-
-    @classmethod
-    def of(cls, op: Op, request: Request) -> Attention:
-        """What a request asks for and promises: clean lengths count leading slots, behind which clean indices are -1."""
-        return cls(op, request.lse, request.lengths and request.clean_lengths and request.clean_indices)
+    apart: bool
 
     def attend(
-        self, q: Tensor, kv: Tensor, indices: Tensor, lengths: Tensor | None, scale: float, out: Tensor, lse_out: Tensor
+        self, q: Tensor, kv: Cache, indices: Tensor, lengths: Tensor | None, scale: float, out: Tensor, lse_out: Tensor
     ) -> None:
         """Write `out` [T, H, 512] and `lse_out` [T, H], which holds NaN where it is not asked for.
 
-        q [T, H, 576]; kv [W, 576] or [blocks, block_size, 576]; indices [T, K]; lengths [T].
+        q [T, H, 576]; kv: parts [W, width] or [blocks, block_size, width]; indices [T, K]; lengths [T].
         """
-        num_rows, topk = math.prod(kv.shape[:-1]), indices.shape[1]
+        parts = kv if isinstance(kv, tuple) else (kv,)
+        num_rows, topk = math.prod(parts[0].shape[:-1]), indices.shape[1]
         if num_rows == 0:
             out.zero_()
             lse_out.fill_(-math.inf)
             return
         slots = indices.contiguous() if self.clean else valid_first(indices, num_rows, lengths)
-        if num_rows <= min(slots.numel(), COPIED_ROWS):
-            self._write(q, kv.reshape(num_rows, -1), slots, scale, out, lse_out)
+        whole = None if self.apart else self._in_place(parts, topk)
+        if whole is None and num_rows <= min(slots.numel(), COPIED_ROWS):
+            whole = self._copied(tuple(map(flattened, parts)), topk)
+        if whole is not None:
+            self._write(q, whole, slots, scale, out, lse_out)
             return
         step = max(1, COPIED_ROWS // topk)
         for first in range(0, q.shape[0], step):
-            part = slice(first, first + step)
-            rows, places = named_rows(kv, slots[part])
-            self._write(q[part], rows, places, scale, out[part], lse_out[part])
+            some = slice(first, first + step)
+            named = slots[some]
+            keys = self._copied(tuple(named_rows(part, named) for part in parts), topk)
+            places = torch.arange(named.numel(), dtype=torch.int32, device=named.device).view_as(named)
+            self._write(q[some], keys, torch.where(named >= 0, places, -1), scale, out[some], lse_out[some])
 
-    def _write(self, q: Tensor, rows: Tensor, positions: Tensor, scale: float, out: Tensor, lse_out: Tensor) -> None:
-        """One call, over rows [N, 576] that are copied apart; positions [T, K] are of them, valid first."""
-        short = positions.shape[1] - rows.shape[0]
-        if short > 0:
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, short))
-        latent, rope = (part.contiguous().unsqueeze(1) for part in rows.tensor_split([KV_LORA_RANK], dim=1))
-        q_latent, q_rope = (part.contiguous() for part in q.tensor_split([KV_LORA_RANK], dim=2))
-        count = positions.new_full
-        found, peak, total = self.op(
-            query=q_latent,
-            key=latent,
-            value=latent,
-            sparse_indices=positions.unsqueeze(1),
-            scale_value=scale,
-            block_table=None,
-            actual_seq_lengths_query=count((1,), q.shape[0]),
-            actual_seq_lengths_kv=count((1,), rows.shape[0]),
-            query_rope=q_rope,
-            key_rope=rope,
-            sparse_block_size=1,
-            layout_query="TND",
-            layout_kv="TND",
-            sparse_mode=0,
-            attention_mode=2,
-            return_softmax_lse=self.lse,
-        )
+    def _in_place(self, parts: tuple[Tensor, ...], topk: int) -> Keys | None:
+        """The cache itself, where an operation can read it."""
+        return flat_keys(parts, topk) if parts[0].dim() == 2 else paged_keys(parts, topk)
+
+    def _copied(self, rows: tuple[Tensor, ...], topk: int) -> Keys:
+        """Copied rows [N, width] as keys."""
+        return flat_keys(latent_and_rope(rows[0]) if self.apart else rows, topk)
+
+    def _write(self, q: Tensor, keys: Keys, positions: Tensor, scale: float, out: Tensor, lse_out: Tensor) -> None:
+        """One call; positions [T, K] of `keys`, valid first."""
+        found, lse = self.call(self.op, q, keys, positions, scale, self.lse)
         empty = positions[:, :1] < 0  # [T, 1]
         out.copy_(found.masked_fill(empty.unsqueeze(-1), 0))
-        if self.lse:
-            lse_out.copy_((peak[0] + total[0].log()).masked_fill(empty, -math.inf))
-        else:
+        if lse is None:
             lse_out.fill_(math.nan)
+        else:
+            lse_out.copy_(lse.masked_fill(empty, -math.inf))
 
 
-def bind_sparse_prefill(op: Op, request: Request) -> Callable[..., tuple[Tensor, Tensor]]:
-    """sparse_prefill over bf16 rows. Support declares no attn_sink."""
-    attention = Attention.of(op, request)
+def _attention(op: Op, request: Request, call: Call, *, apart: bool) -> Attention:
+    """For a request. Clean lengths count leading slots, behind which clean indices are -1."""
+    clean = request.lengths and request.clean_lengths and request.clean_indices
+    return Attention(op, call, request.lse, clean, apart)
+
+
+def bind_sparse_prefill(op: Op, request: Request, *, call: Call, apart: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
+    """sparse_prefill. Support declares no attn_sink."""
+    attention = _attention(op, request, call, apart=apart)
 
     def sparse_prefill(
         q: Tensor,
-        kv: Tensor,
+        kv: Cache,
         indices: Tensor,
         *,
         softmax_scale: float,
@@ -120,7 +166,7 @@ def bind_sparse_prefill(op: Op, request: Request) -> Callable[..., tuple[Tensor,
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse_out = attention_results(q, kv, out, lse_out)
+        out, lse_out = head_results(q, KV_LORA_RANK, out, lse_out)
         if q.shape[0]:
             attention.attend(q, kv, indices, lengths, softmax_scale, out, lse_out)
         return out, lse_out
@@ -128,13 +174,13 @@ def bind_sparse_prefill(op: Op, request: Request) -> Callable[..., tuple[Tensor,
     return sparse_prefill
 
 
-def bind_sparse_decode(op: Op, request: Request) -> Callable[..., tuple[Tensor, Tensor]]:
-    """sparse_decode over a paged bf16 cache: B * S rows of one query each. Takes no schedule and no attn_sink."""
-    attention = Attention.of(op, request)
+def bind_sparse_decode(op: Op, request: Request, *, call: Call, apart: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
+    """sparse_decode: B * S rows of one query each. Takes no schedule and no attn_sink."""
+    attention = _attention(op, request, call, apart=apart)
 
     def sparse_decode(
         q: Tensor,
-        kv_cache: Tensor,
+        kv_cache: Cache,
         indices: Tensor,
         *,
         softmax_scale: float,
@@ -144,7 +190,7 @@ def bind_sparse_decode(op: Op, request: Request) -> Callable[..., tuple[Tensor, 
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse_out = attention_results(q, kv_cache, out, lse_out)
+        out, lse_out = head_results(q, KV_LORA_RANK, out, lse_out)
         if q.shape[0] == 0:
             return out, lse_out
         rows = None if lengths is None else lengths.flatten()
