@@ -177,7 +177,8 @@ def fp8_fp4_paged_mqa_logits(
         lengths = context_lens.reshape(-1).contiguous()  # of one column of a wider tensor, reshape makes a strided view
         table = block_table if next_n == 1 else block_table.repeat_interleave(next_n, dim=0)
     out = _rows(rows, max_context_len, device)
-    score = unchecked(INDEXER_LOGITS, queries, "whole_tables", num_heads=heads, rows=rounded_rows(rows), **facts)
+    promised = "uniform_query_len", "whole_tables"
+    score = unchecked(INDEXER_LOGITS, queries, *promised, num_heads=heads, rows=rounded_rows(rows), **facts)
     score(queries.reshape(rows, heads, width), weights, pages, starts, lengths, table, out=out)
     return out.to(logits_dtype)
 

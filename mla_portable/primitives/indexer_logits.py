@@ -37,7 +37,7 @@ class IndexerLogits(Protocol):
     own. All else is -inf: later positions, those without a block in the cache, and tokens that belong to no request.
     So is a score that is NaN, of a key, query or weight; max(NaN, 0) is NaN.
     What declares `Support.needs_whole_tables` is called only where every position below a length has a block
-    (`Request.whole_tables`).
+    (`Request.whole_tables`); what declares `needs_uniform_query_len`, only where each request has T / R tokens.
     """
 
     def __call__(
@@ -133,7 +133,7 @@ INDEXER_LOGITS: Final = Primitive[IndexerLogits](
     module=__name__,
     facts=PageFacts._fields,
     results=("out",),
-    stated=("whole_tables",),
+    stated=("uniform_query_len", "whole_tables"),
     cache=INDEX,
     typical={"num_heads": DEEPSEEK_V32.index_heads, "kv_layout": "index_fp8"},
     reference=reference,

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from torch_passes import TorchBoundary, TorchIndexPasses, TorchPageLists, TorchPromptLse, TorchRowParts
+from torch_passes import TorchPageLists, TorchPromptLse, TorchRowParts
 
 from mla_portable_common.deep_gemm import index_pass_kernels
+from mla_portable_common.deep_gemm.torch_passes import TorchIndexPasses
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 from mla_portable_nvidia.fa3 import page_lists, prompt_lse
 from mla_portable_nvidia.flashmla import row_parts
 from mla_portable_nvidia.passes import boundary

@@ -12,7 +12,6 @@ import torch
 from deepgemm_standins import BUILDS, Build, installed, score
 from flashmla_standins import modules
 from simulated_gpu import FACTS, conforms, registry
-from torch_passes import TorchIndexPasses
 
 from mla_portable.contracts import MLAPortableError
 from mla_portable.dispatch import serving
@@ -24,6 +23,7 @@ from mla_portable_common.deep_gemm.discovery import forget_deepgemm
 from mla_portable_common.deep_gemm.indexer_logits import PagedLogits, PagedScores, RaggedLogits
 from mla_portable_common.deep_gemm.indexer_select import DeepGemmSelect
 from mla_portable_common.deep_gemm.pages import Pages
+from mla_portable_common.deep_gemm.torch_passes import TorchIndexPasses
 from mla_portable_nvidia.deepgemm.discovery import deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.deepgemm.implementations import deepgemm_implementations, scratch_of, select_implementations
 from mla_portable_nvidia.native.topk_select import NativeTopkSelect

@@ -11,7 +11,7 @@ import torch
 from flashmla_standins import installed
 from machines import H200
 from simulated_gpu import FACTS, conforms, registry
-from torch_passes import TorchBoundary, TorchPageLists
+from torch_passes import TorchPageLists
 
 from mla_portable.contracts import Request
 from mla_portable.judge.problems.attention import attend
@@ -20,6 +20,7 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_common.flash_mla.calibration import calibrate_prefill
 from mla_portable_common.flash_mla.head_padding import KERNEL_HEADS
 from mla_portable_common.flash_mla.prefill_conventions import prefill_of_module
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 from mla_portable_common.flat_rows import FlatPrefill
 from mla_portable_common.libraries import NotThisConvention
 from mla_portable_nvidia.fa3.operators import IDLE_QUERY_BYTES, find_fa3

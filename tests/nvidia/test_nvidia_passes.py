@@ -12,10 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch_passes import TorchBoundary, TorchIndexPasses, TorchPageLists, TorchRowParts
+from torch_passes import TorchPageLists, TorchRowParts
 
 from mla_portable_common.deep_gemm.index_pass_kernels import TritonIndexPasses
 from mla_portable_common.deep_gemm.pages import Pages, Rows
+from mla_portable_common.deep_gemm.torch_passes import TorchIndexPasses
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 from mla_portable_nvidia.fa3.page_lists import PageLists
 from mla_portable_nvidia.flashmla.row_parts import RowParts
 from mla_portable_nvidia.passes.boundary import Boundary

@@ -51,7 +51,7 @@ def _register() -> list[str]:
     if found:
         raise ChangedSGLang(f"this SGLang is not one that it knows: {'; '.join(found)}")
     names: list[str] = []
-    for seam in seams.PLACES:
+    for seam in seams.SEAMS:
         if seam in (*seams.INDEXER, seams.POOLED_SCHEDULE) and settings.indexer() == "off":
             continue
         if seam.optional and _resolve(seam.target) is None:

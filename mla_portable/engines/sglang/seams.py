@@ -184,12 +184,12 @@ INDEX_KERNELS: Final = (
 POOLED_SCHEDULE: Final = Seam("sglang.srt.layers.attention.dsa.kpool_plan._get_deep_gemm", AROUND, optional=True)
 """Where the schedules of that indexer take DeepGEMM's module from."""
 
-PLACES: Final = (*ATTENTION, *POOLS, *PROMPTS, *FP8_ROWS, *INDEXER, POOLED_SCHEDULE)
+SEAMS: Final = (*ATTENTION, *POOLS, *PROMPTS, *FP8_ROWS, *INDEXER, POOLED_SCHEDULE)
 
 
 def objections(parameters_of: Callable[[str], Collection[str] | None]) -> Iterator[str]:
     """What stands against hooking an SGLang. parameters_of: those of a dotted path, None where there is nothing."""
-    for seam in (*PLACES, *INDEX_KERNELS):
+    for seam in (*SEAMS, *INDEX_KERNELS):
         found = seam.objection(parameters_of(seam.target))
         if found is not None:
             yield found

@@ -68,7 +68,7 @@ def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str
     demand = LayerRegistry(registry, None)
     common = {"kv_layout": "index_fp8", "num_heads": DEEPSEEK_V32.index_heads, "graph": True}
     requests = (
-        Request(INDEXER_LOGITS, facts, **common, block_size=64, whole_tables=True),  # pyright: ignore[reportArgumentType]
+        Request(INDEXER_LOGITS, facts, **common, block_size=64, uniform_query_len=True, whole_tables=True),  # pyright: ignore[reportArgumentType]
         Request(INDEXER_LOGITS_RAGGED, facts, **common),  # pyright: ignore[reportArgumentType]
     )
     served = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in map(demand.decide, requests))

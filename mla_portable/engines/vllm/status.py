@@ -43,19 +43,20 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
     version, mode = found
     note = _obstacle(mode, environ)
     served = choices(partial(decide_route, device=device, registry=registry))
-    indexer = "" if note else _indexer(registry, device, environ)
+    indexer = "" if note else _indexer(registry, device, environ, version)
     models = () if note else _deepseek_v4(registry, device, settings.route(environ), mode)
     return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer, models)
 
 
-def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
+def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str], version: str) -> str:
     """As vLLM will decide on this device, except that it also tries to import DeepGEMM."""
     mode, facts = settings.indexer(environ), registry.facts(device)
     if mode == "off" or (mode == "auto" and facts.device_type == "cpu"):
         return f"vLLM's ({settings.ENV_INDEXER}={mode})"
     lacking = [words for name in indexer_seams.OPERATOR for words in _lacking(name, indexer_seams.SEAMS[name].needs)]
     if lacking:
-        return f"vLLM's: mla_portable's needs what this vLLM lacks, {', '.join(lacking)} (0.24 is the first that has it)"
+        since = f"(it is {version}; 0.24 is the first that has it)"
+        return f"vLLM's: mla_portable's needs what this vLLM lacks, {', '.join(lacking)} {since}"
     own = own_indexer(facts)
     if mode == "auto" and own and not deep_gemm_serves(facts):
         return f"vLLM's: {own}"

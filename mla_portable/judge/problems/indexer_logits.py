@@ -99,7 +99,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
 
 
 def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
-    yield "ragged", request.but(whole_tables=support.needs_whole_tables)
+    needs = {"whole_tables": support.needs_whole_tables, "uniform_query_len": support.needs_uniform_query_len}
+    yield "ragged", request.but(**needs)
 
 
 PROBLEMS: Final = Problems(

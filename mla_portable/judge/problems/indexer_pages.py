@@ -49,6 +49,8 @@ SHARES: Final = {
     "first_of_2_by_block": (2, 0),
 }
 """Size and rank of a ContextShare, in runs of one token or of a block; all but "none" ask for `context_parallel`."""
+_UNIFORM: Final = ("decode", "drafts", "none", "crowd", "published")
+"""Batches whose requests have the same number of tokens."""
 SCORES: Final = {
     ("bf16", "out"): Tolerance(
         1e-4, 1e-3, "float32 sums of exact products, over 128 channels and then over heads, whose terms may cancel", "row"
@@ -142,12 +144,12 @@ class PageParams(Params):
 
     Attributes:
         kv, scale_format, heads, block_size: layout of the index cache; H.
-        batch: "decode", one token a request; "prefill", several, on and next to the borders of blocks; "chunk", dozens;
-            "long", contexts of thousands; "overlong", more tokens than context, a length past the table and a negative one;
-            "edges", lengths at the edges of int32; "full", several tokens of contexts as long as what the table reaches, and
-            longer; "crowd", MANY_ROWS requests of a token, few of which have a context; "empty", requests without tokens or
-            context; "none", no tokens at all; "published", one request of 4 tokens and no context, as in InfiniCore's test
-            test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each row, `ragged_blocks` blocks.
+        batch: "decode", one token a request; "drafts", three; "prefill", several, on and next to the borders of blocks;
+            "chunk", dozens; "long", contexts of thousands; "overlong", more tokens than context, a length past the table and a
+            negative one; "edges", lengths at the edges of int32; "full", several tokens of contexts as long as what the table
+            reaches, and longer; "crowd", MANY_ROWS requests of a token, few of which have a context; "empty", requests without
+            tokens or context; "none", no tokens at all; "published", one request of 4 tokens and no context, as in InfiniCore's
+            test test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each row, `ragged_blocks` blocks.
         share: "none", or the rank whose share the cache holds: one of SHARES.
         tail: tokens of no request after the last one's.
         starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
@@ -157,7 +159,8 @@ class PageParams(Params):
         inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided"; of a single request: "pair",
             two that lie apart; "address", four on both sides of element 2**31 of a cache.
         stale: what no request owns holds keys, as it does in an engine, instead of NaN.
-        promised: what holds of the table, the request says: that it is whole, where it is "plain".
+        promised: the request says what holds: that the table is whole, where it is "plain"; that requests have the same number
+            of tokens.
         absent: "none"; "nan", every fifth key of a request has a number that is NaN; "nan_scale", a scale that is NaN.
 
     The cache is a part of a larger one: the blocks before and behind it hold keys, those of others.
@@ -183,8 +186,14 @@ class PageParams(Params):
     @classmethod
     def asked(cls, device: DeviceFacts, values: Mapping[str, Any]) -> Request:
         """As of every primitive; what leaves it open may promise, and have tables that allow it."""
-        whole = bool(values.get("promised", True)) and values.get("table", "plain") == "plain"
-        return super(PageParams, cls).asked(device, values).but(whole_tables=whole)
+        promised, single = values.get("promised", True), values.get("blocks") in ("pair", "address")
+        uniform = (single or values.get("batch", "none") in _UNIFORM) and not values.get("tail", 0)
+        holds = {
+            "whole_tables": values.get("table", "plain") == "plain",
+            "uniform_query_len": uniform and values.get("starts", "zero") == "zero",
+        }
+        told = {name: bool(promised) and held for name, held in holds.items() if name in cls.primitive.stated}
+        return super(PageParams, cls).asked(device, values).but(**told)
 
     @property
     def held(self) -> ContextShare:
@@ -203,6 +212,7 @@ class PageParams(Params):
             return [(3, reach - 1)]
         kinds = {
             "decode": [(1, 1), (1, block), (1, block + 1), (1, FEW)],
+            "drafts": [(3, 3), (3, block + 1), (3, block + 5), (3, FEW)],
             "prefill": [(3, 3), (2, block + 1), (5, block + 5), (1, FEW)],
             "chunk": [(40, 130), (33, 33), (1, FEW), (7, 300)],
             "long": [(1, _LONG), (2, 2500), (1, 5)],
@@ -300,7 +310,7 @@ class PageParams(Params):
 
 def needs_a_promise(support: Support) -> bool:
     """The implementation runs only where something is promised, so that its cases promise it."""
-    return support.needs_whole_tables
+    return support.needs_whole_tables or support.needs_uniform_query_len
 
 
 def page_params(
@@ -320,12 +330,13 @@ def page_params(
             where tokens see more than is asked for.
     """
     promised = needs_a_promise(implementation.support)
-    plain = {**plain, "promised": promised}
+    uniform = implementation.support.needs_uniform_query_len
+    plain = {**plain, "promised": promised, **({"batch": "drafts"} if uniform else {})}
     axes = {
         "storage": storages(implementation),
         "heads": heads(implementation, facts, level),
         "block_size": block_sizes(implementation, facts, level),
-        "batch": ["prefill", "decode", "overlong", "empty", "none"],
+        "batch": ["drafts", "decode", "none"] if uniform else ["prefill", "decode", "overlong", "empty", "none"],
         "tail": [0, 2],
         "table": ["plain", "holes"],
         "inputs": ["packed", "views"],
@@ -350,7 +361,7 @@ def page_params(
         if (kv, scale_format) in one_storage_each(axes["storage"]):
             yield from (replace(fewest, stale=True), replace(fewest, table="near"))
             if not promised:  # what needs no promise may take it
-                yield replace(fewer, batch="chunk", promised=True)
+                yield from (replace(fewer, batch=batch, promised=True) for batch in ("chunk", "drafts"))
             few_rows = (replace(each, batch="decode") for each in (fewest, fewer))
             yield from spoiled(implementation, facts, *few_rows, replace(fewer, batch="chunk"))
             if can_hold_many(facts, level):
@@ -361,13 +372,17 @@ def page_params(
             yield replace(fewer, blocks="address")
         if can_capture(implementation, facts):
             yield replace(base, run="graph", table="holes", tail=2)
+            if promised:
+                yield replace(base, run="graph")
 
 
 def page_of_request(kind: type[P], request: Request, **own: Any) -> P:
     """What a probe takes: every block counts; two of them are missing, unless the request promises that none is."""
     storage, sizes = storage_asked(request, INDEX_BF16, "amax"), (request.num_heads or 1, request.block_size or 1)
-    own |= {"table": "plain", "promised": True} if request.whole_tables else {"table": "near"}
-    return kind(**storage, heads=sizes[0], block_size=sizes[1], batch="ragged", tail=1, **own)
+    own |= {"table": "plain" if request.whole_tables else "near"}
+    own |= {"batch": "drafts"} if request.uniform_query_len else {"batch": "ragged", "tail": 1}
+    promised = request.whole_tables or request.uniform_query_len
+    return kind(**storage, heads=sizes[0], block_size=sizes[1], promised=promised, **own)
 
 
 def scored(

@@ -192,9 +192,10 @@ def _with_scores(judge: Callable[[Results], Iterator[Finding]], written: Guarded
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[IndexerSelectParams]:
     """What a level asks of an implementation of indexer_select."""
-    widths = [1, *topks(implementation, facts, level)][: None if level != "smoke" else 2]
+    widths = accepted(implementation, facts, "topk", [1, *topks(implementation, facts, level)])
+    widths = widths[: None if level != "smoke" else 2]
     if facts.device_type == "cpu":
-        widths = [topk for topk in widths if topk <= 128]
+        widths = [topk for topk in widths if topk <= 128] or widths[:1]
     shared = True in accepted(implementation, facts, "context_parallel", [True])
     shares = list(_SHARES) if shared else ["none"]
     axes: dict[str, list[Any]] = {"share": shares, "topk": widths, "outputs": ["fresh", "packed", "views"]}

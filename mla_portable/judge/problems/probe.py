@@ -102,7 +102,11 @@ def _complete(request: Request, implementation: Implementation, problems: Proble
     topk = -(-64 // multiple) * multiple
     if support.max_topk is not None and topk > support.max_topk:
         topk = max(support.max_topk // multiple, 1) * multiple
+    elif support.max_topk is None and support.topks:
+        topk = min(support.topks)
     block_size = -(-16 // unit) * unit
+    if support.max_block_size is not None and block_size > support.max_block_size:
+        block_size = max(support.max_block_size // unit, 1) * unit
     if support.block_sizes is not None:
         block_size = min((size for size in support.block_sizes if size % unit == 0), default=support.block_sizes[0])
     asked = request.qk_head_dim, request.v_head_dim

@@ -83,14 +83,16 @@ def narrow_topks(implementation: Implementation, facts: DeviceFacts) -> list[int
 def _topks(implementation: Implementation, facts: DeviceFacts) -> list[int]:
     support = implementation.support
     limit = [support.max_topk] if support.max_topk is not None and support.max_topk <= 4096 else []
-    return sorted(accepted(implementation, facts, "topk", (*TOPKS, support.topk_multiple, *limit)))
+    listed = [topk for topk in support.topks if topk <= 4096] or support.topks[:1]
+    return sorted(accepted(implementation, facts, "topk", (*TOPKS, support.topk_multiple, *limit, *listed)))
 
 
 def block_sizes(implementation: Implementation, facts: DeviceFacts, level: str) -> list[int]:
     """Block sizes: the usual ones, those that are named, odd multiples of the granule."""
     support = implementation.support
-    granule = support.block_size_multiple
+    granule, most = support.block_size_multiple, support.max_block_size
     named = [*(support.block_sizes or ()), *((granule, 3 * granule) if granule > 1 else ())]
+    named += [most // granule * granule] if most is not None and granule <= most <= 256 else []
     found = sorted(accepted(implementation, facts, "block_size", (*BLOCK_SIZES, *named)))
     return _few(found, near=64) if level == "smoke" else found
 

@@ -18,7 +18,7 @@ from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, W
 from mla_portable.judge.problems.compare import BITS, Finding, same_bits
 from mla_portable.judge.problems.draw import generator
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
-from mla_portable.judge.problems.shapes import MANY_ROWS, can_capture, can_hold_many, topks
+from mla_portable.judge.problems.shapes import MANY_ROWS, accepted, can_capture, can_hold_many, topks
 from mla_portable.judge.problems.stage import Problem, Results, Stage
 from mla_portable.primitives import TOPK_SELECT
 
@@ -67,8 +67,9 @@ class TopkSelectParams(Params):
     Attributes:
         topk: K. length: N.
         scores: "plain"; "ties", few different ones; "equal", all of them; "ascending", the largest last; "holes", -inf, NaN,
-            +inf and zeros of both signs among them; "absent", nothing but -inf; "zeros", of both signs, and few others;
-            "parted", the largest, all equal, lie at both ends of a LONG row, at its front fewer than K or more.
+            +inf and zeros of both signs among them; "tied holes", the same among few different ones; "absent", nothing but
+            -inf; "zeros", of both signs, and few others; "parted", the largest, all equal, lie at both ends of a LONG row, at
+            its front fewer than K or more.
         ranges: "whole"; "mixed": ends before K, at K and past N, negative starts, a start past the end, one column; "edges":
             EDGES in turn.
         rows: T.
@@ -92,15 +93,12 @@ class TopkSelectParams(Params):
         """See Params."""
         g, stage, apart = generator(seed), Stage(device), self.inputs == "views"
         logits = torch.randn(self.rows, self.length, generator=g)
-        if self.scores == "ties":
+        if self.scores in ("ties", "tied holes"):
             logits = (2 * logits).round() / 2
         elif self.scores == "equal":
             logits.fill_(-3.5)
         elif self.scores == "ascending":
             logits = logits.sort(dim=1).values
-        elif self.scores == "holes":
-            for i, value in enumerate((-math.inf, math.nan, math.inf, 0.0, -0.0)):
-                logits[:, i::9] = value
         elif self.scores == "absent":
             logits.fill_(-math.inf)
         elif self.scores == "zeros":
@@ -111,6 +109,9 @@ class TopkSelectParams(Params):
             logits.clamp_(max=1)
             for row in range(self.rows):
                 logits[row, : _FEW_TIES if row % 2 else _MANY_TIES] = logits[row, -_TIES_BEHIND:] = 2
+        if self.scores in ("holes", "tied holes"):
+            for i, value in enumerate((-math.inf, math.nan, math.inf, 0.0, -0.0)):
+                logits[:, i::9] = value
         starts, ends = torch.zeros(self.rows, dtype=torch.int32), torch.full((self.rows,), self.length, dtype=torch.int32)
         if self.ranges == "mixed":
             starts = torch.tensor([0, 3, -7, 5, self.length + 9, 1], dtype=torch.int32)
@@ -136,7 +137,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     """What a level asks of an implementation of topk_select."""
     widths = topks(implementation, facts, level)
     axes: dict[str, list[Any]] = {
-        "topk": [1, *widths][: None if level != "smoke" else 2],
+        "topk": accepted(implementation, facts, "topk", [1, *widths])[: None if level != "smoke" else 2],
         "length": [300, 1, 3000],
         "scores": ["plain", "ties", "equal", "ascending", "holes", "absent"],
         "ranges": ["whole", "mixed"],
@@ -145,7 +146,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         **orders(implementation.support),
     }
     if facts.device_type == "cpu":
-        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128]
+        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128] or axes["topk"][:1]
     yield from TopkSelectParams.covering(implementation, facts, axes, strength=STRENGTH[level])
     if level == "smoke":
         return
@@ -180,9 +181,10 @@ def order_of(request: Request) -> str:
 
 
 def _of_request(request: Request, name: str) -> TopkSelectParams:
-    return TopkSelectParams(
-        topk=request.topk or 64, length=300, scores="holes", ranges="mixed", order=order_of(request), outputs="packed"
-    )
+    topk = request.topk or 64
+    length = max(300, 2 * topk)  # so that there is something to leave out
+    order = order_of(request)
+    return TopkSelectParams(topk=topk, length=length, scores="tied holes", ranges="mixed", order=order, outputs="packed")
 
 
 def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:

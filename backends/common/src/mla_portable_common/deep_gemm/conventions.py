@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -38,27 +38,18 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         return re.findall(r"[(,] ?(\w+): ", (function.__doc__ or "").partition("\n")[0])
 
 
-class DeepGemm:
+class Scores(Protocol):
     """A build's three functions. No call synchronises; the first of a shape class compiles a kernel.
 
     Attributes:
         relative: column 0 of `ragged` is a row's first key; else it is key 0.
     """
 
-    def __init__(self, module: Any) -> None:
-        """module: `deep_gemm`. Raises: NotThisConvention."""
-        self._ragged, self._paged = (_member(module, name) for name in ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"))
-        self._schedule, self._num_sms = (_member(module, name) for name in ("get_paged_mqa_logits_metadata", "get_num_sms"))
-        names = _known(self._ragged, _RAGGED)
-        self._cleans = "clean_logits" in names
-        self.relative = not self._cleans
-        if self.relative and "max_seqlen_k" not in names:
-            raise NotThisConvention(f"{self._ragged.__name__} takes neither clean_logits nor max_seqlen_k")
-        self._uncleaned = {"clean_logits": False} if "clean_logits" in _known(self._paged, _PAGED) else {}
+    relative: bool
 
     def schedule(self, lens: Tensor) -> Tensor:
         """How `paged` deals rows of these lengths, [B, S] int32, out to the multiprocessors; opaque, on the device."""
-        return self._schedule(lens, PAGE, self._num_sms())
+        ...
 
     def paged(
         self, q: Tensor, pages: Tensor, weights: Tensor, lens: Tensor, table: Tensor, schedule: Tensor, width: int
@@ -72,7 +63,7 @@ class DeepGemm:
             schedule: of `lens`. width: columns of the result.
         Returns: [B * S, width] float32, rows apart; row and column of a token and a position up to its row's last length.
         """
-        return self._paged((q, None), pages, weights, lens, table, schedule, width, **self._uncleaned)
+        ...
 
     def ragged(self, q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
         """Scores of gathered keys.
@@ -82,8 +73,80 @@ class DeepGemm:
                 multiples of 16 bytes. starts, ends: [T] int32, 0 <= start <= end <= N.
         Returns: [T, N] float32, rows apart; see `relative`. What is not in a row's range is anything.
         """
+        ...
+
+
+class DeepGemm(Scores):
+    """DeepGEMM's own functions since April 2026; see Scores."""
+
+    def __init__(self, module: Any) -> None:
+        """module: `deep_gemm`. Raises: NotThisConvention."""
+        self._ragged, self._paged = (_member(module, name) for name in ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"))
+        self._schedule, self._num_sms = (_member(module, name) for name in ("get_paged_mqa_logits_metadata", "get_num_sms"))
+        names = _known(self._ragged, _RAGGED)
+        self._cleans = "clean_logits" in names
+        self.relative = not self._cleans
+        if self.relative and "max_seqlen_k" not in names:
+            raise NotThisConvention(f"{self._ragged.__name__} takes neither clean_logits nor max_seqlen_k")
+        self._uncleaned = {"clean_logits": False} if "clean_logits" in _known(self._paged, _PAGED) else {}
+
+    def schedule(self, lens: Tensor) -> Tensor:
+        """See Scores."""
+        return self._schedule(lens, PAGE, self._num_sms())
+
+    def paged(
+        self, q: Tensor, pages: Tensor, weights: Tensor, lens: Tensor, table: Tensor, schedule: Tensor, width: int
+    ) -> Tensor:
+        """See Scores."""
+        return self._paged((q, None), pages, weights, lens, table, schedule, width, **self._uncleaned)
+
+    def ragged(self, q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+        """See Scores."""
         options: dict[str, Any] = {"clean_logits": False} if self._cleans else {"max_seqlen_k": keys.shape[0]}
         return self._ragged((q, None), (keys, scales), weights, starts, ends, **options)
+
+
+class Fp8Scores(Scores):
+    """Other vendors' names: queries without a second part, column 0 of `ragged` is key 0; see Scores."""
+
+    relative = False
+
+    def __init__(self, module: Any, num_sms: int) -> None:
+        """num_sms: of the device, for modules without `get_num_sms`. Raises: NotThisConvention."""
+        self._ragged, self._paged = (_member(module, name) for name in ("fp8_mqa_logits", "fp8_paged_mqa_logits"))
+        self._schedule = _member(module, "get_paged_mqa_logits_metadata")
+        self._num_sms = getattr(module, "get_num_sms", lambda: num_sms)
+        ragged, paged = _known(self._ragged, _RAGGED), _parameters(self._paged)
+        if paged[:1] + paged[2:7] != _PAGED[:1] + _PAGED[2:]:  # the second is called kv_cache or fused_kv_cache
+            raise NotThisConvention(f"{self._paged.__name__} takes ({', '.join(paged)}); known is ({', '.join(_PAGED)}, ...)")
+        self._ragged_options, self._paged_options = (
+            {"clean_logits": False} if "clean_logits" in names else {} for names in (ragged, paged)
+        )
+
+    def schedule(self, lens: Tensor) -> Tensor:
+        """See Scores."""
+        return self._schedule(lens, PAGE, self._num_sms())
+
+    def paged(
+        self, q: Tensor, pages: Tensor, weights: Tensor, lens: Tensor, table: Tensor, schedule: Tensor, width: int
+    ) -> Tensor:
+        """See Scores."""
+        return self._paged(q, pages, weights, lens, table, schedule, width, **self._paged_options)
+
+    def ragged(self, q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+        """See Scores."""
+        return self._ragged(q, (keys, scales), weights, starts, ends, **self._ragged_options)
+
+
+def scores_of_module(module: Any, num_sms: int) -> Scores:
+    """The three functions of a module under DeepGEMM's names of any vendor. Raises: NotThisConvention."""
+    try:
+        return DeepGemm(module)
+    except NotThisConvention as newer:
+        try:
+            return Fp8Scores(module, num_sms)
+        except NotThisConvention as older:
+            raise NotThisConvention(f"{newer}; {older}") from older
 
 
 def _member(module: Any, name: str) -> Callable[..., Any]:
@@ -111,7 +174,7 @@ def _of_ones(device: torch.device, tokens: int) -> tuple[Tensor, Tensor]:
     return q, torch.ones((tokens, _HEADS), dtype=torch.float32, device=device)
 
 
-def _try_paged(kernel: DeepGemm, device: torch.device) -> None:
+def _try_paged(kernel: Scores, device: torch.device) -> None:
     """Two tokens over the same two pages; position s has scale s + 1."""
     q, weights = _of_ones(device, 2)
     keys = torch.ones((2, PAGE * INDEX_HEAD_SIZE), dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
@@ -125,7 +188,7 @@ def _try_paged(kernel: DeepGemm, device: torch.device) -> None:
     _compare(got[1, :3], 1)
 
 
-def _try_ragged(kernel: DeepGemm, device: torch.device) -> None:
+def _try_ragged(kernel: Scores, device: torch.device) -> None:
     """Two tokens over 300 keys; key s has scale s + 1."""
     q, weights = _of_ones(device, 2)
     keys = torch.ones((300, INDEX_HEAD_SIZE), dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
@@ -144,7 +207,7 @@ def _compare(got: Tensor, least: int) -> None:
         raise ValueError(f"scores {got.tolist()[:4]}... of {got.dtype}, expected {want.tolist()[:4]}...")
 
 
-def try_scores(primitive: Primitive[Any], kernel: DeepGemm, device: torch.device) -> None:
+def try_scores(primitive: Primitive[Any], kernel: Scores, device: torch.device) -> None:
     """A tiny problem, whose first call compiles kernels; waits for the device.
 
     Raises: NotThisConvention where the build refuses it or computes something else; device faults as they come.

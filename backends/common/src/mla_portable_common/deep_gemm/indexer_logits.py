@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, InvalidArgument
-from mla_portable_common.deep_gemm.conventions import DeepGemm
+from mla_portable_common.deep_gemm.conventions import Scores
 from mla_portable_common.deep_gemm.pages import PAGE, IndexPasses, Pages, Rows
 
 _ALIGNED: Final = 256
@@ -39,7 +39,7 @@ def packed(tensor: Tensor) -> Tensor:
 class PagedScores:
     """Scores of some tokens at a time, in memory that DeepGEMM allocates. Graph-safe once a call of the size was made."""
 
-    def __init__(self, kernel: DeepGemm, passes: IndexPasses) -> None:
+    def __init__(self, kernel: Scores, passes: IndexPasses) -> None:
         self._kernel, self._passes = kernel, passes
 
     def calls(self, num_tokens: int, pages: Pages, scratch_bytes: int, beside: int = 0) -> Iterator[tuple[int, int]]:
@@ -88,7 +88,7 @@ class PagedScores:
 class PagedLogits:
     """The callable; see `mla_portable.primitives.IndexerLogits`."""
 
-    def __init__(self, kernel: DeepGemm, passes: IndexPasses, *, scratch_bytes: int = DEFAULT_SCRATCH_BYTES) -> None:
+    def __init__(self, kernel: Scores, passes: IndexPasses, *, scratch_bytes: int = DEFAULT_SCRATCH_BYTES) -> None:
         self._scores, self._passes, self._scratch_bytes = PagedScores(kernel, passes), passes, scratch_bytes
 
     def __call__(
@@ -123,7 +123,7 @@ class RaggedLogits:
     """The callable; see `mla_portable.primitives.IndexerLogitsRagged`. Graph-safe once a call of the size was made."""
 
     def __init__(
-        self, kernel: DeepGemm, passes: IndexPasses, num_sms: int, *, scratch_bytes: int = DEFAULT_SCRATCH_BYTES
+        self, kernel: Scores, passes: IndexPasses, num_sms: int, *, scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     ) -> None:
         self._kernel, self._passes, self._num_sms, self._scratch_bytes = kernel, passes, num_sms, scratch_bytes
 

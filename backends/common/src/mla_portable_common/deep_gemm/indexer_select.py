@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.primitives import TopkSelect
-from mla_portable_common.deep_gemm.conventions import DeepGemm
+from mla_portable_common.deep_gemm.conventions import Scores
 from mla_portable_common.deep_gemm.indexer_logits import PagedScores, packed
 from mla_portable_common.deep_gemm.pages import PAGE, IndexPasses, Pages
 
@@ -28,7 +28,7 @@ class DeepGemmSelect:
 
     def __init__(
         self,
-        kernel: DeepGemm,
+        kernel: Scores,
         passes: IndexPasses,
         topk: TopkSelect,
         *,

@@ -48,16 +48,27 @@ class Traits:
     heads: tuple[int, ...] = ()
 
 
-def calibrate_decode(kernel: DecodeKernel, device: torch.device, layout: CacheLayout = FP8_DS_MLA) -> Traits:
+def calibrate_decode(
+    kernel: DecodeKernel,
+    device: torch.device,
+    layout: CacheLayout = FP8_DS_MLA,
+    *,
+    heads: tuple[int, ...] = KERNEL_HEADS,
+    topk_multiple: int = _PAGE,
+    with_plan: bool = True,
+) -> Traits:
     """Two calls on one row of 512 keys, and a few on rows without any; waits for the device.
 
     Of `fp8_v4` the last 64 of the keys are in a second cache, and rows without keys have it too, or not.
 
+    heads: counts that the kernel has. topk_multiple: what the width of its lists must be one of.
+    with_plan: whether the closed-form schedule is the provider's own is to be found as well.
+
     Raises: NotThisConvention when the provider refuses the call or computes something else; device faults as they come.
     """
-    q = torch.zeros((1, 1, 64, layout.key_width), dtype=torch.bfloat16, device=device)
+    q = torch.zeros((1, 1, heads[0], layout.key_width), dtype=torch.bfloat16, device=device)
     kv = _decode_cache(layout, 0.0, device)
-    indices = torch.arange(_DECODE_KEYS, dtype=torch.int32, device=device).view(1, 1, -1)
+    indices = _widened(torch.arange(_DECODE_KEYS, dtype=torch.int32, device=device).view(1, 1, -1), topk_multiple)
     with_extra: dict[str, Any] = {}
     if layout is FP8_V4:
         if not kernel.takes_extra:
@@ -66,8 +77,8 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device, layout: CacheLa
         indices = indices[:, :, :-_PAGE].contiguous()
     try:
         out, lse = kernel(q, kv, indices, 1.0, **with_extra)
-        base_2 = _base_2("sparse decode", q, out, lse, (1, 64, 1), _DECODE_KEYS)
-        takes_plan = kernel.takes_plan
+        base_2 = _base_2("sparse decode", q, out, lse, (1, heads[0], 1), _DECODE_KEYS)
+        takes_plan = with_plan and kernel.takes_plan
         if takes_plan:
             metadata, num_splits = kernel.plan(q, kv, indices, **with_extra)
             # the eighth word of a part is padding, which a provider may leave unwritten
@@ -78,16 +89,17 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device, layout: CacheLa
     # of ones: a mean over keys that do not count would show
     kv = _decode_cache(layout, 1.0, device)
     absent = [torch.full((1, 1, keys), -1, dtype=torch.int32, device=device) for keys in (_PAGE, _DECODE_KEYS)]
+    absent = [_widened(each, topk_multiple) for each in absent]
     rows = [(indices, dict[str, Any]()) for indices in absent]  # in one part and in several
     if with_extra:
         rows += [(absent[0], {"extra": SecondCache(kv, indices)}) for indices in absent]
-    zeroes = _zeroes_empty("sparse decode", kernel, kv, (1, 1), KERNEL_HEADS, rows, layout.key_width)
+    zeroes = _zeroes_empty("sparse decode", kernel, kv, (1, 1), heads, rows, layout.key_width)
     return Traits(base_2, *zeroes, takes_plan=takes_plan)
 
 
 def _decode_cache(layout: CacheLayout, value: float, device: torch.device) -> torch.Tensor:
-    """[blocks, 64, 1, row bytes] of 512 tokens, all of whose numbers are `value`."""
-    cache = torch.empty((_DECODE_KEYS // _PAGE, _PAGE, layout.row_bytes), dtype=torch.uint8)
+    """[blocks, 64, 1, row width] of 512 tokens, all of whose numbers are `value`."""
+    cache = torch.empty((_DECODE_KEYS // _PAGE, _PAGE, layout.row_width), dtype=layout.dtype)
     row = layout.pack(torch.full((1, layout.value_width), value), torch.full((1, layout.rope_width), value))
     parts = layout.parts(cache)
     for part, of_row in zip(parts, row.split([part.shape[2] for part in parts], dim=1), strict=True):
@@ -135,20 +147,32 @@ def _zeroes_empty(
     return plain, sunk
 
 
+def _widened(indices: torch.Tensor, multiple: int) -> torch.Tensor:
+    """indices [.., K] with absent ones behind them, up to a width that is a multiple of `multiple`."""
+    return torch.nn.functional.pad(indices, (0, -indices.shape[-1] % multiple), value=-1)
+
+
 def calibrate_prefill(
-    kernel: PrefillKernel, device: torch.device, heads: tuple[int, ...], layout: CacheLayout = BF16
+    kernel: PrefillKernel,
+    device: torch.device,
+    heads: tuple[int, ...],
+    layout: CacheLayout = BF16,
+    *,
+    full_heads: tuple[int, ...] = KERNEL_HEADS,
+    topk_multiple: int = _PREFILL_KEYS,
 ) -> Traits:
     """One call on one token of 128 keys for each count in `heads`, and a few on tokens without any; waits for the device.
 
     Rows between those that are asked for are NaN: a build for wider rows would read on into them.
 
-    layout: of the rows, not quantised.
+    layout: of the rows, not quantised. full_heads: counts among `heads` of which it is seen whether empty rows become zeros.
+    topk_multiple: what the width of the kernel's lists must be one of.
 
     Raises: NotThisConvention when none is accepted or the provider computes something else; device faults as they come.
     """
     kv = torch.zeros((2 * _PREFILL_KEYS, 1, layout.key_width), dtype=torch.bfloat16, device=device)
     kv[1::2] = math.nan
-    indices = torch.arange(0, 2 * _PREFILL_KEYS, 2, dtype=torch.int32, device=device).view(1, 1, -1)
+    indices = _widened(torch.arange(0, 2 * _PREFILL_KEYS, 2, dtype=torch.int32, device=device).view(1, 1, -1), topk_multiple)
     accepted: list[int] = []
     base_2 = False
     refusal = NotThisConvention("no head count was tried")
@@ -167,13 +191,19 @@ def calibrate_prefill(
     rows: list[tuple[torch.Tensor, dict[str, Any]]] = [(torch.full_like(indices, -1), {})]
     if kernel.takes_lengths:
         rows += [(each, {"lengths": torch.zeros(1, dtype=torch.int32, device=device)}) for each in (indices, rows[0][0])]
-    counts = [count for count in KERNEL_HEADS if count in accepted]  # a sink is not applied to padded heads, as fewer may be
+    counts = [count for count in full_heads if count in accepted]  # a sink is not applied to padded heads, as fewer may be
     zeroes = _zeroes_empty("sparse prefill", kernel, kv, (1,), counts, rows, layout.key_width)
     return Traits(base_2, *zeroes, heads=tuple(accepted))
 
 
-def _base_2(what: str, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, lse_shape: tuple[int, ...], keys: int) -> bool:
-    """Whether lse, which must be the logarithm of `keys` everywhere, is to base 2."""
+def _base_2(
+    what: str, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, lse_shape: tuple[int, ...], keys: int
+) -> bool:
+    """Whether lse, which must be the logarithm of `keys` everywhere, is to base 2; False where there is none."""
+    if lse is None:
+        if tuple(out.shape) != (*q.shape[:-1], KV_LORA_RANK) or out.any():
+            raise ValueError(f"{what} of zeros returned out {list(out.shape)}, expected zeros for q {list(q.shape)}")
+        return False
     if tuple(out.shape) != (*q.shape[:-1], KV_LORA_RANK) or tuple(lse.shape) != lse_shape:
         raise ValueError(f"{what} returned out {list(out.shape)} and lse {list(lse.shape)} for q {list(q.shape)}")
     least, greatest = lse.min().item(), lse.max().item()

@@ -6,10 +6,14 @@ Nothing is converted here: conventions of value (bases, infinities) are found by
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from mla_portable.contracts.values import INT32_MAX
 
 Plan = tuple[Tensor, Tensor]
 """(tile_scheduler_metadata [parts, 8] int32, num_splits [B + 1] int32), on the device."""
@@ -26,12 +30,23 @@ PreparedDecode = Callable[[Tensor, Tensor, Tensor, float, "Tensor | None", Tenso
 """(q, kv, indices, softmax_scale, attn_sink, out, extra) as DecodeKernel takes them; the result is in `out`."""
 
 
+class Parts(Protocol):
+    """Into how many parts a decode kernel deals the rows of a call, each with accumulators of its own."""
+
+    def __call__(self, *, query_len: int, num_heads: int) -> int:
+        """num_heads: of the kernel."""
+        ...
+
+
 class DecodeKernel(Protocol):
-    """FlashMLA's sparse FP8 decode.
+    """FlashMLA's sparse decode.
 
     Attributes:
         takes_out: `out` may be given. takes_sink: so may `attn_sink`. takes_plan: so may `plan`. takes_extra: so may `extra`.
+        has_lse: an lse is returned.
     """
+
+    has_lse: bool = True
 
     takes_out: bool
     takes_sink: bool
@@ -48,7 +63,7 @@ class DecodeKernel(Protocol):
         plan: Plan | None = None,
         out: Tensor | None = None,
         extra: SecondCache | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend; graph-safe, allocates the provider's own accumulators.
 
         Args:
@@ -57,7 +72,7 @@ class DecodeKernel(Protocol):
             attn_sink: [H] float32. plan: for just these shapes; None lets the provider make one, by a kernel of its own.
             out: [B, S, H, 512] bf16, contiguous.
         Returns: out [B, S, H, 512] and lse [B, H, S] float32, the order of axes that FlashMLA has, in the provider's own base
-            and infinities.
+            and infinities; None where it has none.
         """
         ...
 
@@ -112,8 +127,10 @@ class PrefillKernel(Protocol):
     """FlashMLA's sparse BF16 prefill.
 
     Attributes:
-        takes_out, takes_sink, takes_lengths: whether these may be given.
+        takes_out, takes_sink, takes_lengths: whether these may be given. has_lse: an lse is returned.
     """
+
+    has_lse: bool = True
 
     takes_out: bool
     takes_sink: bool
@@ -128,12 +145,37 @@ class PrefillKernel(Protocol):
         attn_sink: Tensor | None = None,
         lengths: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
             q: [T, H, 576] bf16. kv: [W, 1, 576] bf16. indices: [T, 1, K] int32, contiguous. attn_sink: [H] float32.
             lengths: [T] int32, each in [0, K]. out: [T, H, 512] bf16, contiguous.
-        Returns: out [T, H, 512] and lse [T, H] float32, in the provider's own base and infinities.
+        Returns: out [T, H, 512] and lse [T, H] float32, in the provider's own base and infinities; None where it has none.
         """
         ...
+
+
+def output_of(returned: Any) -> Tensor:
+    """The output among what a function without an lse returned: the first of several, or the lone tensor."""
+    return returned if isinstance(returned, Tensor) else returned[0]
+
+
+def marks_of_empty(lists: Sequence[Tensor], num_heads: int, num_rows: int = INT32_MAX) -> Tensor:
+    """In place of an lse that a kernel does not return: [.., H] float32, inf where a row has no valid index, else 0.
+
+    lists: indices [.., K] int32 of what a row attends to. num_rows: those from there on are absent.
+    """
+    empty = torch.stack([((indices < 0) | (indices >= num_rows)).all(dim=-1) for indices in lists]).all(dim=0)
+    marks = torch.zeros(empty.shape, dtype=torch.float32, device=empty.device).masked_fill_(empty, math.inf)
+    return marks.unsqueeze(-1).expand(*empty.shape, num_heads)
+
+
+def absent_behind(indices: Tensor) -> Tensor:
+    """indices [.., K] with the negative ones behind the others, which keep their order."""
+    return indices.gather(-1, (indices < 0).to(torch.uint8).argsort(dim=-1, stable=True))
+
+
+def padded_sink(attn_sink: Tensor, num_heads: int) -> Tensor:
+    """attn_sink [H] with zeros up to `num_heads`."""
+    return torch.nn.functional.pad(attn_sink, (0, num_heads - attn_sink.shape[0]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conventions under which FlashMLA's sparse FP8 decode is found.
+"""The conventions under which FlashMLA's sparse decode is found.
 
 operator         torch.ops.<library>.sparse_decode_fwd, schedule tensors in and out
 schedule object  flash_mla_with_kvcache with a FlashMLASchedMeta that its first call fills
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_common.flash_mla.conventions import DecodeKernel, Plan, PreparedDecode, SecondCache
+from mla_portable_common.flash_mla.conventions import DecodeKernel, Plan, PreparedDecode, SecondCache, output_of
 from mla_portable_common.libraries import NotThisConvention, Positions, parameters_of
 
 _EXTRA_NAMES: Final = ("extra_kv", "extra_indices")
@@ -117,9 +117,9 @@ _WITH_KVCACHE_NAMES: Final = (
 class ScheduleObjectDecode(DecodeKernel):
     """`flash_mla_with_kvcache` with a FlashMLASchedMeta."""
 
-    def __init__(self, module: Any) -> None:
-        """Raises: NotThisConvention."""
-        self._call = module.flash_mla_with_kvcache
+    def __init__(self, module: Any, *, fp8: bool = True, has_lse: bool = True) -> None:
+        """fp8: caches of bytes, else of bf16. has_lse: the second result is one. Raises: NotThisConvention."""
+        self._call, self._fp8, self.has_lse = module.flash_mla_with_kvcache, fp8, has_lse
         names = parameters_of(self._call, _WITH_KVCACHE_NAMES)
         self.takes_out, self.takes_sink = "out" in names, "attn_sink" in names
         self.takes_extra = {"extra_k_cache", "extra_indices_in_kvcache"} <= set(names)
@@ -129,9 +129,8 @@ class ScheduleObjectDecode(DecodeKernel):
         self._config, self._fields = config, fields
         self.takes_plan = bool(fields) and set(fields) <= set(self._values(1, 1, 64, 1, 64))
 
-    @staticmethod
     def _values(
-        batch: int, query_len: int, heads: int, page: int, topk: int, extra: SecondCache | None = None
+        self, batch: int, query_len: int, heads: int, page: int, topk: int, extra: SecondCache | None = None
     ) -> dict[str, Any]:
         """What a sparse FP8 call's configuration holds, by the names of its fields."""
         return {
@@ -141,7 +140,7 @@ class ScheduleObjectDecode(DecodeKernel):
             "page_block_size": page,
             "h_k": 1,
             "causal": False,
-            "is_fp8_kvcache": True,
+            "is_fp8_kvcache": self._fp8,
             "topk": topk,
             "extra_page_block_size": None if extra is None else extra.kv.shape[1],
             "extra_topk": None if extra is None else extra.indices.shape[2],
@@ -157,7 +156,7 @@ class ScheduleObjectDecode(DecodeKernel):
             head_dim_v=KV_LORA_RANK,
             tile_scheduler_metadata=meta,
             softmax_scale=softmax_scale,
-            is_fp8_kvcache=True,
+            is_fp8_kvcache=self._fp8,
             indices=indices,
             **others,
         )
@@ -172,7 +171,7 @@ class ScheduleObjectDecode(DecodeKernel):
         plan: Plan | None = None,
         out: Tensor | None = None,
         extra: SecondCache | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """See DecodeKernel."""
         meta = self._meta()
         if plan is not None:
@@ -186,8 +185,8 @@ class ScheduleObjectDecode(DecodeKernel):
             others["attn_sink"] = attn_sink
         if out is not None:
             others["out"] = out
-        result, lse = self._run(meta, q, kv, indices, softmax_scale, **others, **_extra_of(extra))
-        return result, lse
+        returned = self._run(meta, q, kv, indices, softmax_scale, **others, **_extra_of(extra))
+        return (returned[0], returned[1]) if self.has_lse else (output_of(returned), None)
 
     def plan(self, q: Tensor, kv: Tensor, indices: Tensor, extra: SecondCache | None = None) -> Plan:
         """See DecodeKernel: the first call fills the object."""
@@ -212,9 +211,10 @@ class TensorsDecode(DecodeKernel):
     takes_plan = True
     takes_extra = False
 
-    def __init__(self, module: Any) -> None:
-        """Raises: NotThisConvention."""
+    def __init__(self, module: Any, *, fp8: bool = True, has_lse: bool = True) -> None:
+        """fp8: caches of bytes, else of bf16. has_lse: the second result is one. Raises: NotThisConvention."""
         self._call, self._make = module.flash_mla_with_kvcache, module.get_mla_metadata
+        self._fp8, self.has_lse = fp8, has_lse
         names = parameters_of(self._call, _WITH_KVCACHE_NAMES)
         parameters_of(self._make, ("cache_seqlens", "num_heads_k", "num_heads_q", "is_fp8_kvcache", "topk"))
         self.takes_sink = "attn_sink" in names
@@ -228,7 +228,7 @@ class TensorsDecode(DecodeKernel):
         known = self._plans.get(key)
         if known is None:
             lens = torch.full((batch,), topk, dtype=torch.int32, device=q.device)
-            plan = self._make(lens, query_len * heads, 1, num_heads_q=heads, is_fp8_kvcache=True, topk=topk)
+            plan = self._make(lens, query_len * heads, 1, num_heads_q=heads, is_fp8_kvcache=self._fp8, topk=topk)
             known = (lens, (plan[0], plan[1]))
             if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._plans[key] = known
@@ -244,12 +244,12 @@ class TensorsDecode(DecodeKernel):
         plan: Plan | None = None,
         out: Tensor | None = None,
         extra: SecondCache | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """See DecodeKernel."""
         lens, own = self._own(q, indices.shape[2])
         metadata, num_splits = own if plan is None else plan
         others = {} if attn_sink is None else {"attn_sink": attn_sink}
-        result, lse = self._call(
+        returned = self._call(
             q=q,
             k_cache=kv,
             block_table=lens.view(-1, 1),
@@ -258,23 +258,26 @@ class TensorsDecode(DecodeKernel):
             tile_scheduler_metadata=metadata,
             num_splits=num_splits,
             softmax_scale=softmax_scale,
-            is_fp8_kvcache=True,
+            is_fp8_kvcache=self._fp8,
             indices=indices,
             **others,
         )
-        return result, lse
+        return (returned[0], returned[1]) if self.has_lse else (output_of(returned), None)
 
     def plan(self, q: Tensor, kv: Tensor, indices: Tensor, extra: SecondCache | None = None) -> Plan:
         """See DecodeKernel."""
         return self._own(q, indices.shape[2])[1]
 
 
-def decode_of_module(module: Any) -> DecodeKernel:
-    """The decode of a Python module, whichever generation it is. Raises: NotThisConvention."""
+def decode_of_module(module: Any, *, fp8: bool = True, has_lse: bool = True) -> DecodeKernel:
+    """The decode of a Python module, whichever generation it is. Raises: NotThisConvention.
+
+    fp8: caches of bytes, else of bf16. has_lse: the second result is one.
+    """
     if not hasattr(module, "flash_mla_with_kvcache"):
         raise NotThisConvention(f"{module.__name__} has no flash_mla_with_kvcache")
     if hasattr(module, "FlashMLASchedMeta"):
-        return ScheduleObjectDecode(module)
+        return ScheduleObjectDecode(module, fp8=fp8, has_lse=has_lse)
     if hasattr(module, "get_mla_metadata"):
-        return TensorsDecode(module)
+        return TensorsDecode(module, fp8=fp8, has_lse=has_lse)
     raise NotThisConvention(f"{module.__name__} has neither FlashMLASchedMeta nor get_mla_metadata")

@@ -19,10 +19,12 @@ KERNEL_HEADS: Final = (64, 128)
 """Head counts that FlashMLA's kernels have on every path."""
 
 
-def kernel_heads(num_heads: int) -> int:
-    """The least head count of a kernel that serves `num_heads`, at most 128."""
-    few, many = KERNEL_HEADS
-    return few if num_heads <= few else max(num_heads, many)
+def kernel_heads(num_heads: int, counts: tuple[int, ...] = KERNEL_HEADS) -> int:
+    """The least head count of a kernel that serves `num_heads`; those that are more than all are left as they are.
+
+    counts: that the kernel has, in ascending order.
+    """
+    return next((count for count in counts if num_heads <= count), num_heads)
 
 
 class PaddedQueries(threading.local):

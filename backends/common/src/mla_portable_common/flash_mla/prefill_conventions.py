@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_common.flash_mla.conventions import PrefillKernel
+from mla_portable_common.flash_mla.conventions import PrefillKernel, output_of
 from mla_portable_common.libraries import NotThisConvention, Positions, parameters_of
 
 _PREFILL_NAMES: Final = ("q", "kv", "indices", "sm_scale", "d_v")
@@ -18,6 +18,8 @@ _OPTIONAL: Final = ("attn_sink", "topk_length", "out_")
 
 class OperatorPrefill:
     """`sparse_prefill_fwd` of a library of torch operators."""
+
+    has_lse = True
 
     def __init__(self, operator: Any) -> None:
         """operator: the overload itself. Raises: NotThisConvention."""
@@ -55,10 +57,10 @@ class OperatorPrefill:
 class PythonPrefill:
     """`flash_mla_sparse_fwd` of any generation."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises: NotThisConvention."""
+    def __init__(self, function: Callable[..., Any], *, has_lse: bool = True) -> None:
+        """has_lse: the third result is one. Raises: NotThisConvention."""
         names = parameters_of(function, _PREFILL_NAMES)
-        self._call = function
+        self._call, self.has_lse = function, has_lse
         self.takes_out, self.takes_sink, self.takes_lengths = (name in names for name in ("out", "attn_sink", "topk_length"))
 
     def __call__(
@@ -70,16 +72,16 @@ class PythonPrefill:
         attn_sink: Tensor | None = None,
         lengths: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """See PrefillKernel."""
         given = {"attn_sink": attn_sink, "topk_length": lengths, "out": out}
         others = {name: value for name, value in given.items() if value is not None}
         results = self._call(q, kv, indices, softmax_scale, KV_LORA_RANK, **others)
-        return results[0], results[2]
+        return (results[0], results[2]) if self.has_lse else (output_of(results), None)
 
 
-def prefill_of_module(module: Any) -> PrefillKernel:
-    """The prefill of a Python module. Raises: NotThisConvention."""
+def prefill_of_module(module: Any, *, has_lse: bool = True) -> PrefillKernel:
+    """The prefill of a Python module. has_lse: the third result is one. Raises: NotThisConvention."""
     if not hasattr(module, "flash_mla_sparse_fwd"):
         raise NotThisConvention(f"{module.__name__} has no flash_mla_sparse_fwd")
-    return PythonPrefill(module.flash_mla_sparse_fwd)
+    return PythonPrefill(module.flash_mla_sparse_fwd, has_lse=has_lse)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_decode on FlashMLA's FP8 kernel: every quirk of the vendor ends in this file and the passes it calls.
+"""sparse_decode on FlashMLA's decode kernel: every quirk of the vendor ends in this file and the passes it calls.
 
-The kernel serves 64 or 128 heads, lists of a width that is a multiple of 64, and indices that are slots or -1. It allocates
+The kernel serves a few head counts, lists of a width that is a multiple of 64, and indices that are slots or -1. It allocates
 float32 accumulators for B + parts rows of S tokens, so many tokens are given to it as batch rows of one token, a bounded number
 at a time, never as one row of many.
 
@@ -22,9 +22,19 @@ from mla_portable.kit.results import head_results
 from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, CacheLayout
 from mla_portable_common.alignment import aligned
 from mla_portable_common.flash_mla.cache_view import CacheView
-from mla_portable_common.flash_mla.conventions import BoundaryPasses, DecodeKernel, Plan, PreparedDecode, SecondCache
-from mla_portable_common.flash_mla.head_padding import PaddedQueries, kernel_heads
-from mla_portable_common.flash_mla.tile_schedules import TileSchedule, accumulator_bytes, num_sm_parts
+from mla_portable_common.flash_mla.conventions import (
+    BoundaryPasses,
+    DecodeKernel,
+    Parts,
+    Plan,
+    PreparedDecode,
+    SecondCache,
+    absent_behind,
+    marks_of_empty,
+    padded_sink,
+)
+from mla_portable_common.flash_mla.head_padding import KERNEL_HEADS, PaddedQueries, kernel_heads
+from mla_portable_common.flash_mla.tile_schedules import TileSchedule, accumulator_bytes
 
 TOPK_MULTIPLE: Final = 64
 _PADDED_QUERIES: Final = PaddedQueries()
@@ -33,13 +43,12 @@ _Plain = tuple[DecodeSchedule | None, tuple[int, ...], PreparedDecode | None]
 """Of a call whose tensors go to the kernel as they are: its schedule, the shape of q, the kernel with the provider's plan."""
 
 
-def rows_per_call(arch: str, *, num_sms: int, query_len: int, heads: int, max_bytes: int = DEFAULT_SCRATCH_BYTES) -> int:
+def rows_per_call(parts: Parts, *, query_len: int, heads: int, max_bytes: int = DEFAULT_SCRATCH_BYTES) -> int:
     """Batch rows of `query_len` tokens whose accumulators, and those of the kernel's parts, stay within `max_bytes`.
 
     Less than 1 where not even a single row does.
     """
-    parts = num_sm_parts(arch, num_sms=num_sms, query_len=query_len, num_heads=heads)
-    return max_bytes // accumulator_bytes(query_len, heads) - parts
+    return max_bytes // accumulator_bytes(query_len, heads) - parts(query_len=query_len, num_heads=heads)
 
 
 class _List(NamedTuple):
@@ -77,10 +86,13 @@ class FlashMLADecode:
         *,
         lse_base_2: bool,
         takes_plan: bool,
-        arch: str,
-        num_sms: int,
+        parts: Parts,
         layout: CacheLayout = FP8_DS_MLA,
+        whole_rows: bool = False,
+        heads: tuple[int, ...] = KERNEL_HEADS,
+        topk_multiple: int = TOPK_MULTIPLE,
         sanitises: bool = True,
+        compacts: bool = False,
         finishes: bool = True,
         max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
     ) -> None:
@@ -88,6 +100,9 @@ class FlashMLADecode:
 
         Args:
             kernel, lse_base_2, takes_plan: as calibrated for `layout`, that of the caches.
+            parts: of a call, for the bound on accumulators. whole_rows: the kernel wants blocks whole rows apart.
+            heads: counts that the kernel has, in ascending order. topk_multiple: what the width of its lists must be one of.
+            compacts: the kernel takes absent indices behind the others alone, so it sanitises as well.
             sanitises: False where indices are promised to be clean, of a width that the kernel takes; contiguous ones then go
                 to it as they are. finishes: False where no lse is asked for and what the kernel leaves in `out` is the result.
             max_scratch_bytes: bound on accumulators without a schedule.
@@ -95,8 +110,9 @@ class FlashMLADecode:
         self._kernel, self._boundary = kernel, boundary
         self._base_2, self._takes_plan = lse_base_2, takes_plan
         self._sanitises, self._finishes = sanitises, finishes
-        self._arch, self._num_sms, self._max_scratch_bytes = arch, num_sms, max_scratch_bytes
-        self._cache_view = CacheView(arch, layout)
+        self._parts, self._max_scratch_bytes = parts, max_scratch_bytes
+        self._heads, self._topk_multiple, self._compacts = heads, topk_multiple, compacts
+        self._cache_view = CacheView(layout, whole_rows=whole_rows)
         self._no_lse = torch.empty(0)
         self._is_plain = not sanitises and not finishes and kernel.takes_out and kernel.takes_sink
         self._last: _Plain = (None, (), None)  # no q has a shape without axes
@@ -119,7 +135,8 @@ class FlashMLADecode:
     ) -> tuple[Tensor, Tensor]:
         """Sanitise, pad, call and finish, as far as there is need, chunk by chunk.
 
-        Returns: as asked; where nothing is finished, a tensor without elements as lse, and `lse_out` stays as it was.
+        Returns: as asked; where nothing is finished or the kernel has no lse, a tensor without elements as lse. Where nothing
+            is finished, `lse_out` stays as it was.
         Raises: PlanMismatch for a schedule of another kind or another padding; InvalidArgument for a cache whose alignment
             the kernel cannot read. Nothing has run then.
         """
@@ -153,34 +170,36 @@ class FlashMLADecode:
         ]
         if batch == 0 or not lists:
             out = _fresh(q) if out is None else out
-            return out.zero_(), lse_out.fill_(-math.inf)
+            lse_out.fill_(-math.inf)
+            return out.zero_(), lse_out if self._kernel.has_lse else self._no_lse
         tiles = None
         if schedule is not None:
-            tiles = self._checked(schedule, batch, kernel_heads(num_heads), extra_indices)
+            tiles = self._checked(schedule, batch, kernel_heads(num_heads, self._heads), extra_indices)
             rows = tiles.rows_per_call or batch
             if len(lists) < 1 + (extra_indices is not None):  # a cache without blocks: made for both lists, it fits none
                 tiles = None
         else:
             rows = self._rows_per_call(query_len, num_heads)
         if rows >= batch:
-            if self._is_plain and num_heads == kernel_heads(num_heads):
+            if self._is_plain and num_heads == kernel_heads(num_heads, self._heads):
                 self._last = schedule, q.shape, self._kernel.prepared(self._plan_of(tiles))
-            return self._attend(q, lists, softmax_scale, attn_sink, tiles, out, lse_out), lse_out
+            out = self._attend(q, lists, softmax_scale, attn_sink, tiles, out, lse_out)
+            return out, lse_out if self._kernel.has_lse else self._no_lse
         out = _fresh(q) if out is None else out
         if rows >= 1:
             self._in_parts(q, lists, softmax_scale, attn_sink, tiles, rows, out, lse_out)
-            return out, lse_out
+            return out, lse_out if self._kernel.has_lse else self._no_lse
         rows = max(self._rows_per_call(1, num_heads), 1)
         for b in range(batch):  # [S, H, key width] of one row viewed as S rows of one token, whatever the strides
             self._in_parts(
                 q[b].unsqueeze(1), [each.tokens(b) for each in lists], softmax_scale, attn_sink, None, rows,
                 out[b].unsqueeze(1), lse_out[b].unsqueeze(1) if self._finishes else lse_out,
             )  # fmt: skip
-        return out, lse_out
+        return out, lse_out if self._kernel.has_lse else self._no_lse
 
     def _rows_per_call(self, query_len: int, num_heads: int) -> int:
-        heads, most = kernel_heads(num_heads), self._max_scratch_bytes
-        return rows_per_call(self._arch, num_sms=self._num_sms, query_len=query_len, heads=heads, max_bytes=most)
+        heads = kernel_heads(num_heads, self._heads)
+        return rows_per_call(self._parts, query_len=query_len, heads=heads, max_bytes=self._max_scratch_bytes)
 
     def _plan_of(self, tiles: TileSchedule | None) -> Plan | None:
         """What the provider is given of a schedule."""
@@ -243,7 +262,7 @@ class FlashMLADecode:
     ) -> Tensor:
         """One call of the kernel, on one list or two. Returns `out`, or without one whatever holds the result."""
         kernel, num_heads = self._kernel, q.shape[2]
-        heads = kernel_heads(num_heads)
+        heads = kernel_heads(num_heads, self._heads)
         is_padded = heads != num_heads
         kv, indices = lists[0].kv, self._clean(lists[0])
         extra = None if len(lists) == 1 else SecondCache(lists[1].kv, self._clean(lists[1]))
@@ -261,12 +280,16 @@ class FlashMLADecode:
             if kernel.takes_out and out is not None and out.is_contiguous():
                 target = out
         in_kernel = kernel.takes_sink and not is_padded
+        if attn_sink is not None and not kernel.has_lse:  # without which no pass can apply it
+            attn_sink, in_kernel = padded_sink(attn_sink, heads), True
         plan = self._plan_of(tiles)
         result, lse = kernel(query, kv, indices, softmax_scale, attn_sink if in_kernel else None, plan, target, extra)
         if out is None:
             return result
         if self._finishes:
             sink = None if in_kernel else attn_sink
+            if lse is None:
+                lse = marks_of_empty([indices] if extra is None else [indices, extra.indices], num_heads).transpose(1, 2)
             # its combine starts early and, where no row is split, returns without a wait: the attention may still be writing
             # (FlashMLA 9241ae3, csrc/smxx/decode/combine/combine.cu)
             self._boundary.finish(out, lse_out, None if target is out else result, lse, sink, self._base_2, early=False)
@@ -280,10 +303,10 @@ class FlashMLADecode:
         if not self._sanitises and given.is_contiguous():
             return given
         batch, query_len, topk = given.shape
-        width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
+        width = -(-topk // self._topk_multiple) * self._topk_multiple
         indices = torch.empty((batch, query_len, width), dtype=torch.int32, device=given.device)
         self._boundary.sanitise(indices, given, keys.lengths, keys.kv.shape[0] * keys.kv.shape[1])
-        return indices
+        return absent_behind(indices) if self._compacts else indices
 
 
 def _fresh(q: Tensor) -> Tensor:

@@ -18,15 +18,12 @@ from torch import Tensor
 from mla_portable.kit.results import head_results
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_common.alignment import aligned
-from mla_portable_common.flash_mla.conventions import BoundaryPasses, PrefillKernel
-from mla_portable_common.flash_mla.head_padding import PaddedQueries, kernel_heads
+from mla_portable_common.flash_mla.conventions import BoundaryPasses, PrefillKernel, absent_behind, marks_of_empty, padded_sink
+from mla_portable_common.flash_mla.head_padding import KERNEL_HEADS, PaddedQueries, kernel_heads
 
 TOPK_MULTIPLE: Final = 128
 SCRATCH_BYTES: Final = 128 << 20
 """Bound on padded queries, results and masked indices of one kernel call: about 900 tokens of 64 heads, 7 per SM."""
-NATIVE_HEADS: Final[dict[str, frozenset[int]]] = {"sm90": frozenset(), "sm100": frozenset()}
-"""By arch, head counts below 64 that run unpadded where the provider has them, because that was measured to be faster.
-None was: the paths for 8, 16 and 32 heads in vLLM 0.33.0's build took longer than 64 heads (docs/dev/nvidia-adapters.md)."""
 _PADDED_QUERIES: Final = PaddedQueries()
 
 
@@ -41,6 +38,9 @@ class FlashMLAPrefill:
         lse_base_2: bool,
         heads: Collection[int],
         native_heads: Collection[int] = (),
+        full_heads: tuple[int, ...] = KERNEL_HEADS,
+        topk_multiple: int = TOPK_MULTIPLE,
+        compacts: bool = False,
         sanitises: bool = True,
         clamps: bool = True,
         finishes: bool = True,
@@ -50,13 +50,16 @@ class FlashMLAPrefill:
 
         Args:
             kernel, lse_base_2, heads: as calibrated. native_heads: counts to leave unpadded where the kernel has them.
+            full_heads: those to pad to, in ascending order. topk_multiple: what the width of the kernel's lists must be one of.
+            compacts: the kernel takes absent indices behind the others alone.
             sanitises, clamps: False where indices, and lengths, are promised to be clean.
             finishes: False where no lse is asked for and what the kernel leaves in `out` is the result.
             max_scratch_bytes: of what one kernel call needs.
         """
         self._kernel, self._boundary, self._base_2 = kernel, boundary, lse_base_2
         self._sanitises, self._clamps, self._finishes, self._no_lse = sanitises, clamps, finishes, torch.empty(0)
-        self._full = sorted(count for count in heads if count in (64, 128))
+        self._full, self._topk_multiple, self._compacts = full_heads, topk_multiple, compacts
+        self._calibrated = tuple(sorted(count for count in heads if count in full_heads))
         self._native = frozenset(heads) & frozenset(native_heads)
         self._max_scratch_bytes = max_scratch_bytes
 
@@ -64,7 +67,7 @@ class FlashMLAPrefill:
         """The head count that the kernel runs with."""
         if num_heads in self._native:
             return num_heads
-        return next((count for count in self._full if num_heads <= count), kernel_heads(num_heads))
+        return next((count for count in self._calibrated if num_heads <= count), kernel_heads(num_heads, self._full))
 
     def __call__(
         self,
@@ -80,12 +83,13 @@ class FlashMLAPrefill:
     ) -> tuple[Tensor, Tensor]:
         """Mask, pad, call and finish, as far as there is need; in chunks of tokens where heads are padded or indices masked.
 
-        Returns: as asked; where nothing is finished, a tensor without elements as lse, and `lse_out` stays as it was.
+        Returns: as asked; where nothing is finished or the kernel has no lse, a tensor without elements as lse. Where nothing
+            is finished, `lse_out` stays as it was.
         """
         num_tokens, num_heads, key_width = q.shape
         heads, topk = self._heads_for(num_heads), indices.shape[1]
-        width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
-        masks = (self._sanitises and lengths is not None) or topk != width or not indices.is_contiguous()
+        width = -(-topk // self._topk_multiple) * self._topk_multiple
+        masks = (self._sanitises and lengths is not None) or topk != width or not indices.is_contiguous() or self._compacts
         whole, empty = not masks and heads == num_heads, num_tokens == 0 or kv.shape[0] == 0
         if self._finishes:
             out, lse_out = head_results(q, KV_LORA_RANK, out, lse_out)
@@ -95,13 +99,15 @@ class FlashMLAPrefill:
                 out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         if empty:
             assert out is not None
-            return out.zero_(), lse_out.fill_(-math.inf)
+            lse_out.fill_(-math.inf)
+            return out.zero_(), lse_out if self._kernel.has_lse else self._no_lse
         kv = kv.unsqueeze(1)
         if lengths is not None and self._kernel.takes_lengths:  # which reads them as contiguous
             lengths = lengths.clamp(0, topk) if self._clamps else lengths.contiguous()
         indices = indices.unsqueeze(1)
         if whole:
-            return self._attend(aligned(q), kv, indices, softmax_scale, lengths, attn_sink, out, lse_out), lse_out
+            out = self._attend(aligned(q), kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
+            return out, lse_out if self._kernel.has_lse else self._no_lse
         assert out is not None
         row_bytes = (4 * width if masks else 0) + (2 * heads * (key_width + KV_LORA_RANK) if heads != num_heads else 0)
         rows = min(num_tokens, max(self._max_scratch_bytes // row_bytes, 1))
@@ -115,13 +121,13 @@ class FlashMLAPrefill:
             count, query, chosen, limits = part.stop - begin, q[part], indices[part], None if lengths is None else lengths[part]
             if masked is not None:
                 self._boundary.sanitise(masked[:count], chosen, None if limits is None else limits.unsqueeze(1), kv.shape[0])
-                chosen = masked[:count]
+                chosen = absent_behind(masked[:count]) if self._compacts else masked[:count]
             if padded is not None:
                 query = padded[:count]
                 query[:, :num_heads].copy_(q[part])
             lse_part = lse_out[part] if self._finishes else lse_out
             self._attend(aligned(query), kv, chosen, softmax_scale, limits, attn_sink, out[part], lse_part)
-        return out, lse_out
+        return out, lse_out if self._kernel.has_lse else self._no_lse
 
     def _attend(
         self,
@@ -139,6 +145,8 @@ class FlashMLAPrefill:
         in_kernel = kernel.takes_sink and not is_padded
         in_place = out is not None and kernel.takes_out and not is_padded and out.is_contiguous()
         options: dict[str, Any] = {"out": out} if in_place else {}
+        if attn_sink is not None and not kernel.has_lse:  # without which no pass can apply it
+            attn_sink, in_kernel = padded_sink(attn_sink, q.shape[1]), True
         if in_kernel:
             options["attn_sink"] = attn_sink
         if lengths is not None and kernel.takes_lengths:
@@ -147,6 +155,8 @@ class FlashMLAPrefill:
         if out is None:
             return got
         if self._finishes:
+            if lse is None:
+                lse = marks_of_empty([indices.squeeze(1)], out.shape[1], kv.shape[0])
             self._boundary.finish(
                 out.unsqueeze(1),
                 lse_out.unsqueeze(1),

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
-from mla_portable_common.deep_gemm.discovery import find_scores, scores_reasons
+from mla_portable_common.deep_gemm.discovery import deepgemm_itself, find_scores, scores_reasons
 from mla_portable_common.libraries import Library, triton_missing
 from mla_portable_nvidia.machine import device_with
 
@@ -17,11 +17,11 @@ LIBRARY: Final = Library(
     "install DeepGEMM of April 2026 or later, or vLLM 0.24 to 0.33, which bring it, and CUDA's nvcc",
     device_with,
 )
-find_deepgemm = partial(find_scores, LIBRARY)
+find_deepgemm = partial(find_scores, LIBRARY, deepgemm_itself)
 """(primitive, facts) -> DeepGEMM as it serves a primitive on a device; see `find_scores`."""
 
 
 def deepgemm_reasons(primitive: Primitive[Any], facts: DeviceFacts) -> Iterator[Reason]:
     """Why DeepGEMM cannot serve, if it cannot, or what the passes around it lack."""
-    yield from scores_reasons(LIBRARY, primitive, facts)
+    yield from scores_reasons(LIBRARY, deepgemm_itself, primitive, facts)
     yield from triton_missing()
