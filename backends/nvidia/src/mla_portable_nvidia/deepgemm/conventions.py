@@ -62,6 +62,10 @@ class DeepGemm:
             raise NotThisConvention(f"{self._ragged.__name__} takes neither clean_logits nor max_seqlen_k")
         self._uncleaned = {"clean_logits": False} if "clean_logits" in _known(self._paged, _PAGED) else {}
 
+    def num_sms(self) -> int:
+        """Multiprocessors that DeepGEMM uses."""
+        return self._num_sms()
+
     def schedule(self, lens: Tensor) -> Tensor:
         """How `paged` deals rows of these lengths, [B, S] int32, out to the multiprocessors; opaque, on the device."""
         return self._schedule(lens, PAGE, self._num_sms())

@@ -2,7 +2,8 @@
 """indexer_select as DeepGEMM's paged scores of some tokens at a time, then the device's topk_select on them where they lie.
 
 Scores are not copied: the top-k gets how many each token sees, and absent blocks are overwritten with -inf before it.
-Four launches and those of the top-k serve some tokens: what they see, DeepGEMM's schedule, scores, absent blocks.
+Four launches and those of the top-k serve some tokens: what they see, DeepGEMM's schedule unless it was planned, scores,
+absent blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mla_portable.primitives.topk_select import reference as topk_reference
 from mla_portable_nvidia.deepgemm.conventions import DeepGemm, deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.deepgemm.indexer_logits import HEADS, NAME, PREFERENCE, PagedScores, packed
 from mla_portable_nvidia.deepgemm.pages import PAGE, Pages
+from mla_portable_nvidia.deepgemm.schedules import DEEPGEMM_ROWS, IndexSchedule
 from mla_portable_nvidia.native.topk_select import NativeTopkSelect
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class DeepGemmSelect:
         block_table: Tensor,
         *,
         topk: int,
+        schedule: IndexSchedule | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         num_tokens, width = q.shape[0], block_table.shape[1] * PAGE
@@ -61,14 +64,23 @@ class DeepGemmSelect:
         pages = Pages(query_start_loc, seq_lens, block_table, index_cache.shape[0], width)
         q, weights = packed(q), packed(weights)
         for first, count in self._scores.calls(num_tokens, pages, self._scratch_bytes, self._topk_bytes):
-            self._select(out[first : first + count], topk, q, weights, index_cache, pages, first, count)
+            self._select(out[first : first + count], topk, q, weights, index_cache, pages, first, count, schedule)
         return out
 
     def _select(
-        self, out: Tensor, topk: int, q: Tensor, weights: Tensor, index_cache: Tensor, pages: Pages, first: int, count: int
+        self,
+        out: Tensor,
+        topk: int,
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        pages: Pages,
+        first: int,
+        count: int,
+        schedule: IndexSchedule | None,
     ) -> None:
         """Some tokens. A function of its own: its scores are free again when it returns."""
-        logits, rows = self._scores(q, weights, index_cache, pages, first, count)
+        logits, rows = self._scores(q, weights, index_cache, pages, first, count, schedule)
         self._passes.erase(logits, rows, pages)
         self._topk(logits, rows.starts, rows.ends, topk=topk, out=out)
 
@@ -101,4 +113,5 @@ def select_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iter
         bind_indexer_select,
         check=partial(deepgemm_reasons, INDEXER_LOGITS),
         preference=PREFERENCE,
+        schedule_kind=DEEPGEMM_ROWS,
     )
