@@ -5,9 +5,9 @@
     python3 ci/check_tests.py report.xml [FOLDER ...] [--deselect TEST ...] [--ignore-glob PATTERN ...]
 
 Written are the functions named `test*` of the test files below the folders (default: tests, without those of engines, which
-`ci/vllm` and `ci/sglang` run), wherever they stand in a file. Each needs a case that passed, and none that did anything else:
-a mark, a call, an option, a condition or a conftest that keeps one from running leaves it without. A name that is defined
-twice hides the first.
+`ci/vllm` and `ci/sglang` run, and the tests folders of plugins), wherever they stand in a file. Each needs a case that passed,
+and none that did anything else: a mark, a call, an option, a condition or a conftest that keeps one from running leaves it
+without. A name that is defined twice hides the first.
 Tests that the command deselects or ignores are exceptions of that run. A test that passes without testing, or that was
 deleted, cannot be seen here.
 """
@@ -24,7 +24,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests",)
+TESTS = ("tests", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "backends").glob("*/tests")))
 ELSEWHERE = ("tests/sglang", "tests/vllm")
 EXCEPTIONS: Mapping[str, str] = {
     "tests/test_torch_defaults.py::test_a_gpu_is_served_by_a_kernel_under_each_setting": "needs a GPU",

@@ -4,8 +4,9 @@
 A device type is whatever torch has a module for: `torch.cuda` (NVIDIA, and every vendor that imitates it), `torch.xpu`, or
 one that a vendor's package registers, such as `torch.musa` or `torch.npu`. These functions of the module are needed:
 `is_available`, `device_count`, `current_device`, `set_device`, `device` (a context manager that takes an index) and
-`synchronize`. These are used where it has them: `get_device_properties`, `is_current_stream_capturing`, `current_stream`,
-`stream`, `Stream`, `Event`, `empty_cache`, and for graphs `graph` with the class `<TYPE>Graph` (`CUDAGraph`, `NPUGraph`).
+`synchronize`. These are used where it has them: `get_device_properties`, `is_bf16_supported`, `is_current_stream_capturing`,
+`current_stream`, `stream`, `Stream`, `Event`, `empty_cache`, and for graphs `graph` with the class `<TYPE>Graph` (`CUDAGraph`,
+`NPUGraph`).
 """
 
 from __future__ import annotations
@@ -87,6 +88,17 @@ class Accelerator:
         """What the type's module reports about the device; names of fields depend on the type; None if it reports nothing."""
         read = getattr(self.module, "get_device_properties", None)
         return None if read is None else read(self.index)
+
+    def computes_bf16(self) -> bool:
+        """Whether this device computes in bfloat16 without emulation, by the type's module; True where that does not say."""
+        asks = getattr(self.module, "is_bf16_supported", None)
+        if asks is None:
+            return True
+        with self.guard():  # it asks about the current device
+            try:
+                return bool(asks(including_emulation=False))
+            except TypeError:  # older ones, and other types', take no such argument
+                return bool(asks())
 
     def carried(self) -> AbstractContextManager[object]:
         """This device and the caller's current stream of it, to be entered in another thread."""

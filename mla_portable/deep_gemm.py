@@ -150,7 +150,8 @@ def fp8_fp4_paged_mqa_logits(
         kv_cache: [blocks, block_kv, 1, 132] uint8 (`index_fp8`).
         context_lens: int32, [B, next_n]: the keys that each query token sees; or [B]: those that the last one sees, each
             token before it one fewer.
-        block_table: [B, columns] int32. max_context_len: columns of the result.
+        block_table: [B, columns] int32. As DeepGEMM requires, each entry that a context reaches names a block of the cache
+            (`Request.whole_tables`). max_context_len: columns of the result.
         schedule_meta, clean_logits, indices: ignored. logits_dtype: of the result, float32, bfloat16 or float16.
     Returns: [B * next_n, max_context_len], column s is position s; -inf where the token does not see the key.
     Raises: InvalidArgument, UnsupportedRequest. Graph-safe.
@@ -176,7 +177,8 @@ def fp8_fp4_paged_mqa_logits(
         lengths = context_lens.reshape(-1).contiguous()  # of one column of a wider tensor, reshape makes a strided view
         table = block_table if next_n == 1 else block_table.repeat_interleave(next_n, dim=0)
     out = _rows(rows, max_context_len, device)
-    score = unchecked(INDEXER_LOGITS, queries, num_heads=heads, rows=rounded_rows(rows), **facts)
+    promised = "uniform_query_len", "whole_tables"
+    score = unchecked(INDEXER_LOGITS, queries, *promised, num_heads=heads, rows=rounded_rows(rows), **facts)
     score(queries.reshape(rows, heads, width), weights, pages, starts, lengths, table, out=out)
     return out.to(logits_dtype)
 
@@ -244,9 +246,7 @@ def _pages(where: str, kv_cache: Any, device: torch.device) -> tuple[Tensor, dic
         refuse(where, "kv_cache", f"shape {list(kv_cache.shape)}", axes)
     if pages.dtype is not torch.uint8:
         refuse(where, "kv_cache", pages.dtype, axes)
-    layout, block_size, stride, alignment = check_cache(where, "kv_cache", pages, device, INDEX)
-    uneven = bool(stride % layout.row_width)
-    return pages, {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
+    return pages, check_cache(where, "kv_cache", pages, device, INDEX, kv_layout=INDEX_FP8.name)._asdict()
 
 
 def _count(where: str, argument: str, value: Any, least: int = 0) -> int:

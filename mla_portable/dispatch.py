@@ -96,13 +96,15 @@ def bind_part(request: Request[F], own: Callable[[Request[F]], F]) -> F:
     return own(request) if running() else current_registry().bind(request)
 
 
-def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tuple[object, ...]) -> Served[F]:
+def find(
+    primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tuple[object, ...], stated: tuple[str, ...] = ()
+) -> Served[F]:
     """The choice for this kind of call: from the cache, else from the registry. `tensor` is on the call's device.
 
     The call runs there, whether or not it is the current device.
 
     Args:
-        facts: values of `primitive.facts`, in that order.
+        facts: values of `primitive.facts`, in that order. stated: promises of the caller, names of `primitive.stated`.
     """
     if backend is not None:
         check_backend(backend, primitive)
@@ -111,14 +113,14 @@ def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tu
         where = accelerator(tensor.device)
         if where.current_index() != where.index:  # a kernel is launched on the current device
             with where.guard():
-                served = find(primitive, backend, tensor, facts)
+                served = find(primitive, backend, tensor, facts, stated)
             return replace(served, call=_on_device(where, served.call))
         graph = where.is_capturing()
     registry = get_registry() if _override is None else _override
-    key = (primitive, backend, where, graph, facts, registry.choice_token())
-    served: Served[F] | None = registry.served.get(key)
+    key = (primitive, backend, where, graph, facts, stated, registry.choice_token())
+    served: Served[F] | None = registry.dispatched.get(key)
     if served is None:
-        given: dict[str, Any] = dict(zip(primitive.facts, facts, strict=True))
+        given: dict[str, Any] = dict(zip(primitive.facts, facts, strict=True)) | dict.fromkeys(stated, True)
         request = Request(primitive, registry.facts(tensor.device), graph=graph, **given)
         try:
             served = _serve(registry, request, backend)
@@ -129,21 +131,22 @@ def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tu
             if served is None:
                 raise
             return served  # not kept: outside of a capture more can be probed
-        if len(registry.served) >= _CACHE_LIMIT:
-            registry.served.clear()
-        registry.served[key] = served
+        if len(registry.dispatched) >= _CACHE_LIMIT:
+            registry.dispatched.clear()
+        registry.dispatched[key] = served
     return served
 
 
-def unchecked(primitive: Primitive[F], tensor: Tensor, **facts: object) -> F:
+def unchecked(primitive: Primitive[F], tensor: Tensor, *stated: str, **facts: object) -> F:
     """What a public function calls once it has checked its arguments: for a caller that has checked as much itself.
 
     The policy in force chooses it. Raises: UnknownBackend, UnsupportedRequest.
 
     Args:
-        tensor: on the call's device. facts: every one of `primitive.facts`, as the primitive's own check would return it.
+        tensor: on the call's device. stated: promises of the caller, names of `primitive.stated`. facts: every one of
+            `primitive.facts`, as the primitive's own check would return it.
     """
-    return find(primitive, None, tensor, tuple([facts[name] for name in primitive.facts])).call
+    return find(primitive, None, tensor, tuple([facts[name] for name in primitive.facts]), stated).call
 
 
 def _serve(registry: Registry, request: Request[F], backend: str | None) -> Served[F]:

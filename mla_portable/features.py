@@ -37,6 +37,8 @@ class Features:
         context_parallel: the cache holds one rank's share of each sequence (`ContextShare`), of several ranks.
         batch_invariant: a row's result may not depend, in a single bit, on the other rows: the bound implementation computes it
             in the same way for every `rows`, and a schedule cuts every batch in the same way (`PlannerConfig.batch_invariant`).
+        ordered: chosen positions (topk_select, indexer_select) ascend. Otherwise they may have any order, another one in each
+            call, the valid ones in front of -1.
         graph: the call is going to be captured in a CUDA graph.
     """
 
@@ -64,6 +66,10 @@ class Features:
         "Results must not depend on the other rows of the batch.",
         remedy="allow that the other rows of a batch change the order of a row's sums",
     )
+    ordered: bool = _flag(
+        "Chosen positions ascend.",
+        remedy="pass ordered=False where nothing depends on the order, as attention does not",
+    )
     graph: bool = _flag("The call is captured in a CUDA graph.")
 
 
@@ -71,7 +77,8 @@ class Features:
 class Promises:
     """In a Request: what the caller says of the values and of the stream. A broken promise is not detected.
 
-    A promise saves work and never decides what can run, but for what `Support.needs_finite_values` says of `finite_values`.
+    A promise saves work and never decides what can run, but for an implementation that needs it: `Support.needs_finite_values`,
+    `needs_uniform_query_len` and `needs_whole_tables`.
 
     Attributes:
         clean_indices: about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what stands past a
@@ -86,6 +93,11 @@ class Promises:
             one that is launched normally does (`Support.ends_in_order`). A kernel that waits for it may then start before its
             end (CUDA's programmatic dependent launch). Where the promise is broken, a call may read what is not written yet, or
             overwrite what is still read.
+        uniform_query_len: about `query_start_loc` of indexer_logits: each of the R requests has T / R of the T tokens, so that
+            request r starts at token r * T / R. What needs it (`Support.needs_uniform_query_len`) takes T / R from the shapes.
+        whole_tables: about `block_table` of the indexer: each of a request's entries below its length, clamped as the primitive
+            clamps it, names a block of the cache. What needs it (`Support.needs_whole_tables`) chooses among positions of which
+            no score can be taken back. Violating this promise can read out-of-bounds memory.
     """
 
     __slots__ = ()
@@ -94,3 +106,5 @@ class Promises:
     clean_lengths: bool = _flag()
     finite_values: bool = _flag("The caller promises that no key or value is NaN or infinite.")
     follows_in_order: bool = _flag()
+    uniform_query_len: bool = _flag("The caller promises that all requests have the same number of query tokens.")
+    whole_tables: bool = _flag("The caller promises that each table entry below a request's length names a block of the cache.")

@@ -3,10 +3,12 @@
 
 Its tensors say `device(type="acme", index=0)` or 1; each holds a CPU tensor, and every operator runs on that. There are no
 streams, events, graphs or pinned memory. As a plugin it brings a detector, and a merge_states that takes acme tensors only.
+The variable MLA_TEST_DEVICE_TYPE gives the type another name.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -17,7 +19,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from mla_portable.contracts import DeviceFacts, Implementation, Reason, Support, hookimpl
 from mla_portable.primitives import MERGE_STATES
 
-TYPE = "acme"
+TYPE = os.environ.get("MLA_TEST_DEVICE_TYPE", "acme")
 FACTS = DeviceFacts(
     vendor="acme", name="Acme One", arch="a1", device_type=TYPE, num_sms=4, memory_bytes=1 << 34, graph_capture=False
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_portable.kit.split_kv import SplitSchedule
-from mla_portable_nvidia.flashmla.tile_schedules import TileSchedule
+from mla_portable_common.flash_mla.tile_schedules import TileSchedule
 
 BF16, INT32, UINT8 = torch.bfloat16, torch.int32, torch.uint8
 B, S, H, K = 3, 2, 4, 8

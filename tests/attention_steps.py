@@ -20,7 +20,7 @@ from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.layouts import LAYOUTS as CACHE_LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 HEADS, TOPK, BLOCK, BLOCKS, MODEL_LEN = 3, 12, 8, 40, 48
 ROUTES = ("fused", "split", "direct", "upconvert")

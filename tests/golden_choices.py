@@ -3,7 +3,8 @@
 
     python tests/golden_choices.py    writes tests/golden_choices.txt
 
-A line of a route ends with a digest of the whole decision: every candidate, cost and reason.
+A line of a route ends with a digest of the whole decision: every candidate, cost and reason of the plugins in PLUGINS. A plugin
+of a vendor that no profile has is not among them, so that adding one changes no line.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from mla_portable.layouts import layout_names
 from mla_portable.times.prompts import Counts
 
 RECORD = Path(__file__).with_suffix(".txt")
+PLUGINS = [
+    ("reference", "mla_portable.reference"),
+    *((name, f"mla_portable_{name}") for name in ("iluvatar", "nvidia", "triton")),
+]
 HEADS = (8, 16, 64, 128)
 PROMPTS = ([1000], [8000], [2000, 100, 3000], [16000], [100] * 8)
 CONTEXTS = (0, 4000, 60000)
@@ -90,7 +95,7 @@ def lines() -> Iterator[str]:
     """All lines."""
     for slug, profile in all_profiles().items():
         facts = profile.device_facts()
-        registry = Registry(environ={}, probe=False, costs="measured", facts={facts.device_type: facts})
+        registry = Registry(plugins=PLUGINS, environ={}, probe=False, costs="measured", facts={facts.device_type: facts})
         yield f"{slug}:"
         yield from routes(facts.device_type, registry)
         yield from prompts(facts.device_type, registry)

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 BEFORE = """
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 import another_device as acme
@@ -39,12 +42,12 @@ registry = Registry(plugins=[("reference", reference), ("acme", acme)], environ=
 """
 
 
-def run(body: str, *words: str) -> str:
-    """stdout of a process that runs `body` after BEFORE."""
+def run(body: str, **variables: str) -> str:
+    """stdout of a process that runs `body` after BEFORE, with environment variables in addition."""
     done = subprocess.run(
-        [sys.executable, "-c", BEFORE + body, *words],
+        [sys.executable, "-c", BEFORE + body],
         cwd=HERE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])},
+        env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])},
         capture_output=True,
         text=True,
         timeout=300,
@@ -191,6 +194,67 @@ assert set(acme.guards) == {0}
 """)
 
 
+@pytest.mark.parametrize("what", ["a layer", "slots", "a decision on slots", "prompts"])
+def test_what_a_layer_takes_is_chosen_and_bound_on_its_device_whichever_is_current(what: str):
+    """Where several devices are equal, what is tried for a request runs on the current one."""
+    run(
+        """
+import sys
+
+from mla_portable.attention import HeadDims, PromptAttention, SlotAttention
+from mla_portable.contracts import Implementation, Primitive, Support, hookimpl
+from mla_portable.engines.common.routing import decide_route
+
+seen = []  # (what, the device that is current there)
+
+
+class Attention:
+    @hookimpl
+    def mla_portable_register(self, registrar):
+        for primitive in Primitive.all():
+            support = Support(source="this test", device_types=("acme",), vendors=("acme",), graph=False, kv_layouts=("bf16",),
+                              selection=True, lengths=True)
+            registrar.add(Implementation("vendor.all", primitive, support, bind, preference=1.0, check=check))
+
+
+def check(facts):
+    seen.append(("check", acme.current[0]))
+    return ()
+
+
+def bind(request):
+    seen.append(("bind", acme.current[0]))
+
+    def call(*args, **named):
+        seen.append(("call", acme.current[0]))
+        assert args[0].device.index == acme.current[0]
+        return request.primitive.reference(*args, **named)
+
+    return call
+
+
+registry = Registry(plugins=[("reference", reference), ("vendor", Attention()), ("acme", acme)], environ={})
+spec = mp.AttentionSpec(num_heads=2, kv_layout="bf16", block_size=16, topk=32, softmax_scale=0.1, max_num_tokens=8,
+                        max_num_reqs=4, max_model_len=64, graph=False, need_lse=False)
+makes = {
+    "a layer": lambda: mp.SparseMLAAttention(spec, device="acme:0", registry=registry).route_decision,
+    "slots": lambda: SlotAttention(spec, device="acme:0", registry=registry).route_decision,
+    "a decision on slots": lambda: decide_route(spec, torch.device("acme:0"), registry=registry, clean_slots=False),
+    "prompts": lambda: PromptAttention(spec, HeadDims(), device="acme:0", registry=registry).decisions,
+}
+registry.facts("acme:0"), registry.facts("acme:1")
+acme.current[0] = 1
+made = makes[sys.argv[1]]()
+decisions = made.values() if sys.argv[1] == "prompts" else [part.decision for part in made.verdict.parts]
+chosen = {decision.chosen for decision in decisions}
+assert chosen == {"vendor.all"}, (chosen, registry.plugin_reports)
+assert {what for what, _ in seen} == {"check", "bind", "call"}, seen  # binds of probes, too
+assert {index for _, index in seen} == {0} and acme.current == [1], seen
+""",
+        what,
+    )
+
+
 def test_slots_are_attended_to_on_it_whichever_device_is_current():
     run("""
 from mla_portable.attention import SlotAttention
@@ -230,6 +294,58 @@ assert made == [("planner", 0), ("schedule", 0)] and acme.current == [1], made
 """)
 
 
+def test_a_triton_without_a_driver_for_it_leaves_it_to_plain_torch_and_says_why():
+    run(
+        """
+import logging
+import mla_portable_triton
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+registry = Registry(
+    plugins=[("reference", reference), ("triton", mla_portable_triton), ("acme", acme)], environ={}
+)
+outs, lses = torch.randn(2, 3, 4).to("acme"), torch.randn(2, 3).to("acme")
+values = torch.randn(3, 4).bfloat16()
+with serving(registry):
+    fp8, scale = mp.quantize_per_tensor(values.to("acme"))
+    assert torch.equal(scale.cpu(), QUANTIZE_PER_TENSOR.reference(values)[1])
+    mp.merge_states(outs, lses)
+    assert set(acme.served) == {("acme:0", 0)}
+    decision = mp.explain("quantize_per_tensor", device="acme")
+    assert decision.chosen == "reference.torch"
+    try:
+        mp.quantize_per_tensor(values.to("acme"), backend="triton")
+    except mp.UnsupportedRequest as error:
+        print(error)
+    else:
+        raise AssertionError("there is no driver of Triton's for acme")
+""",
+        TRITON_INTERPRET="0",
+    )
+
+
+def test_a_kernel_of_triton_is_launched_by_triton_on_the_device_of_its_tensors():
+    """What Triton tells calls apart by is known of its own drivers alone, so nothing is kept for later launches."""
+    run("""
+from mla_portable.kit.triton_launcher import TritonLauncher, why_through_triton
+
+class Kernel:
+    params = [SimpleNamespace(name="x_ptr", num=0, is_constexpr=False, do_not_specialize=False)]
+    launches = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **named: self.launches.append((grid, acme.current[0])) or object()
+
+launch, x = TritonLauncher(Kernel()), torch.zeros(4).to("acme:1")
+for _ in range(4):
+    with accelerator(x.device).guard():
+        launch((2,), x)
+assert Kernel.launches == [((2,), 1)] * 4, Kernel.launches
+assert launch._known is None, "kept by a key that was not compared with what Triton's driver for acme does"
+assert why_through_triton("acme") == "by what Triton distinguishes calls on device type acme is not known"
+""")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -247,7 +363,11 @@ def test_the_commands_take_it(words, tmp_path):
     (folder / "entry_points.txt").write_text("[mla_portable.backends]\nacme = another_device\n")
     done = subprocess.run(
         [sys.executable, "-m", "mla_portable", *words.split(), "--json"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE), *filter(None, sys.path)])},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "0",
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE), *filter(None, sys.path)]),
+        },
         capture_output=True,
         text=True,
         timeout=300,

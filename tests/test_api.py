@@ -22,8 +22,8 @@ from mla_portable.contracts import Features, InvalidArgument, PlanMismatch, Prim
 from mla_portable.dispatch import serving
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable.primitives import MERGE_STATES
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule
+from mla_portable.primitives import MERGE_STATES, QUANTIZE_PER_TENSOR
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16
 SLOTS = BLOCKS * BLOCK
@@ -63,19 +63,23 @@ def test_signature_is_the_protocol_plus_backend(name: str):
     offered = [parameter for parameter in offered if not parameter.name.startswith("extra_")]
     if name in ("indexer_logits", "indexer_select"):  # likewise: only who has a schedule_kind is given a schedule
         offered = [parameter for parameter in offered if parameter.name != "schedule"]
-    assert [(p.name, p.kind, p.default) for p in offered[:-1]] == [(p.name, p.kind, p.default) for p in expected]
-    assert (offered[-1].name, offered[-1].kind, offered[-1].default) == ("backend", inspect.Parameter.KEYWORD_ONLY, None)
+    # an implementation is bound for a layout, so calls do not name it
+    last = ["kv_layout", "backend"] if Primitive.named(name).cache else ["backend"]
+    own, added = offered[: -len(last)], offered[-len(last) :]
+    assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in expected]
+    assert [(p.name, p.kind, p.default) for p in added] == [(each, inspect.Parameter.KEYWORD_ONLY, None) for each in last]
 
 
 @pytest.mark.parametrize("primitive", Primitive.all(), ids=str)
 def test_the_check_and_the_reference_take_what_the_function_takes(primitive: Primitive):
-    """In the same order: the function hands its arguments to the check by position."""
+    """In the same order: a function whose check is one of its own hands its arguments to it by position."""
     offered = list(inspect.signature(getattr(mla_portable, primitive)).parameters.values())[:-1]  # the last is `backend`
     reference = list(inspect.signature(primitive.reference).parameters.values())
     assert [(p.name, p.kind, p.default) for p in reference[: len(offered)]] == [(p.name, p.kind, p.default) for p in offered]
     assert [p.name for p in reference[len(offered) :]] in ([], ["dtype"]), "that of its arithmetic, by default float64"
-    check = inspect.signature(import_module(primitive.module).check).parameters
-    assert list(check) == [p.name for p in offered]
+    check = getattr(import_module(primitive.module), "check", None)
+    assert (check is None) == (primitive in (MERGE_STATES, QUANTIZE_PER_TENSOR)), "these check in the public function"
+    assert check is None or list(inspect.signature(check).parameters) == [p.name for p in offered]
 
 
 def test_request_says_what_the_call_needs(tape):
@@ -119,9 +123,9 @@ def test_request_says_what_the_call_needs(tape):
         "kv_layout=bf16 block_size=4 on CPU",
         "kv_layout=fp8_ds_mla block_size=16 on CPU",
         "kv_layout=index_bf16 num_heads=64 block_size=16 on CPU",
-        "kv_layout=index_fp8 num_heads=64 topk=32 block_size=16 on CPU",
+        "kv_layout=index_fp8 num_heads=64 topk=32 block_size=16 uneven_blocks=yes on CPU",
         "kv_layout=index_fp8 num_heads=64 on CPU",
-        "kv_layout=index_fp8 block_size=16 scale_format=pow2 on CPU",
+        "kv_layout=index_fp8 block_size=16 scale_format=pow2 uneven_blocks=yes on CPU",
     ]
 
 
@@ -199,7 +203,7 @@ def test_the_cache_of_choices_is_bounded(tape, monkeypatch):
     monkeypatch.setattr(dispatch, "_CACHE_LIMIT", 4)
     for heads in range(1, 12):
         mla_portable.sparse_decode(**decode_arguments(heads=heads))
-        assert len(dispatch.current_registry().served) <= 4
+        assert len(dispatch.current_registry().dispatched) <= 4
 
 
 def test_a_reset_lets_go_of_the_registry_and_of_what_it_served(monkeypatch):
@@ -208,7 +212,7 @@ def test_a_reset_lets_go_of_the_registry_and_of_what_it_served(monkeypatch):
     outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
     mla_portable.merge_states(outs, lses, backend="reference")
     before = weakref.ref(get_registry())
-    assert before() is not None and before().served
+    assert before() is not None and before().dispatched
     reset_registry()
     gc.collect()
     assert before() is None
@@ -251,7 +255,7 @@ def test_calls_on_another_device_are_another_kind(tape, monkeypatch):
         gpus[index].current_index = lambda index=index: index
         monkeypatch.setattr(dispatch, "accelerator", lambda device, index=index: gpus[index])
         mla_portable.merge_states(outs, lses)
-    assert len(dispatch.current_registry().served) == 2
+    assert len(dispatch.current_registry().dispatched) == 2
 
 
 # steering

@@ -47,7 +47,7 @@ from mla_portable.contracts.share import WHOLE
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 # results
 

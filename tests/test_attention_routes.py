@@ -36,7 +36,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 
 @pytest.mark.parametrize(

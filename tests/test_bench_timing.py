@@ -40,7 +40,7 @@ from mla_portable.contracts import (
 from mla_portable.judge.problems.bench import BenchProblem, KernelCase
 from mla_portable.kit.split_kv import SPLIT_KV, ProgramShape, SplitSchedule, split_kv_kind
 from mla_portable.primitives import CACHE_WRITE, MERGE_STATES, SPARSE_DECODE
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 
 def schedule_of(problem: BenchProblem, kind: ScheduleKind | None) -> Any:

@@ -132,7 +132,7 @@ def test_calls_of_any_rows_probe_and_bind_once():
         for rows in (1, 2, 3, 4, 5, 9, 17, 100, 1000):
             assert select(rows).shape == (rows, 2)
     assert len(bound) == 2, "by the probe, and for the calls"
-    assert len(registry.served) == 7, "a kind of call for each power of two"
+    assert len(registry.dispatched) == 7, "a kind of call for each power of two"
 
 
 def test_a_call_under_capture_is_served_as_other_rows_were(monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from attention_steps import SPEC, make_step, plan_for
+from recorder import Recorder, registry_of
 
 import mla_portable.reference
+from mla_portable import use
 from mla_portable.attention import HeadDims, PromptAttention, SlotAttention, SparseMLAAttention
-from mla_portable.choose import Registry
+from mla_portable.choose import Registry, reset_registry
 from mla_portable.contracts import (
     Implementation,
+    InvalidArgument,
     Primitive,
     Registrar,
     Request,
@@ -23,10 +27,12 @@ from mla_portable.contracts import (
     Support,
     hookimpl,
 )
+from mla_portable.engines.common.routing import decide_route
+from mla_portable.engines.sglang import serving as sglang
 from mla_portable.kit.split_kv import SPLIT_KV, SplitSchedule
 from mla_portable.planner.prompts import plan_prompts
-from mla_portable.primitives import MASKED_PREFILL, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable.primitives import CACHE_WRITE, MASKED_PREFILL, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 CPU = torch.device("cpu")
 
@@ -125,6 +131,94 @@ def test_slot_attention(clean: bool):
     slots = torch.zeros((4, spec.topk), dtype=torch.int32)
     out = attention.forward(q, kv, slots, softmax_scale=spec.softmax_scale, decodes=False)
     assert [name for name, _ in pair.calls] == [part.decision.chosen] and (out == 1).all()
+
+
+class Asked:
+    """Counts what a registry is asked to decide, by request, and what plugins compute in probes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: Counter[Request] = Counter()
+        decide = Registry.decide
+
+        def counted(registry: Registry, request: Request, **named: Any) -> Any:
+            self.requests[request] += 1
+            return decide(registry, request, **named)
+
+        monkeypatch.setattr(Registry, "decide", counted)
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_slots_take_the_decision_that_was_made(clean: bool, monkeypatch: pytest.MonkeyPatch):
+    """One decision, and each request is decided and tried once."""
+    pair, asked = Pair(SPARSE_PREFILL, "clean_indices"), Asked(monkeypatch)
+    registry = pair.registry
+    decision = decide_route(replace(BF16, need_lse=False), CPU, registry=registry, clean_slots=clean)
+    decided, tried = Counter(asked.requests), len(pair.calls)
+    assert tried
+    attention = SlotAttention(decision.spec, device=CPU, registry=registry, clean_slots=clean, route_decision=decision)
+    assert attention.route_decision is decision
+    assert decided and set(asked.requests.values()) == {1}
+    assert all(request.lengths for request in asked.requests - decided)  # of calls with lengths, which a route does not decide
+    assert len(pair.calls) == tried, "nothing is tried again"
+    part = decision.verdict.part("prefill")
+    assert part is not None and part.decision.chosen == ("acme.slow" if clean else "acme.fast")
+    pair.calls.clear()
+    q, kv = torch.ones((4, BF16.num_heads, 576), dtype=torch.bfloat16), torch.ones((8, 576), dtype=torch.bfloat16)
+    slots = torch.zeros((4, BF16.topk), dtype=torch.int32)
+    out = attention.forward(q, kv, slots, softmax_scale=0.1, decodes=False)
+    assert [name for name, _ in pair.calls] == [part.decision.chosen] and (out == 1).all()
+
+
+def test_a_layer_takes_the_decision_that_was_made(monkeypatch: pytest.MonkeyPatch):
+    pair, asked = Pair(SPARSE_DECODE, "clean_indices"), Asked(monkeypatch)
+    registry = pair.registry
+    decision = decide_route(BF16, CPU, registry=registry)
+    decided, tried = Counter(asked.requests), len(pair.calls)
+    layer = SparseMLAAttention(decision.spec, device=CPU, registry=registry, route_decision=decision)
+    assert layer.route_decision is decision and layer.route == decision.chosen
+    assert set(asked.requests.values()) == {1} and len(pair.calls) == tried
+    assert {request.primitive for request in asked.requests - decided} == {CACHE_WRITE}
+
+
+def test_sglangs_layers_take_the_decision_of_their_backend(monkeypatch: pytest.MonkeyPatch):
+    made: list[Any] = []
+    decide = sglang.decide_route
+    monkeypatch.setattr(sglang, "decide_route", lambda *given, **named: made.append(decide(*given, **named)) or made[-1])
+    reset_registry()
+    try:
+        with use("reference"):
+            attention = sglang._attention(replace(BF16, need_lse=False, graph=False), CPU, clean=True)
+    finally:
+        reset_registry()
+    assert len(made) == 1 and attention.route_decision is made[0]
+
+
+REFUSED_DECISIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no decision": ({}, {"route_decision": "direct"}, "a RouteDecision, or None"),
+    "of another spec": ({}, {"spec": replace(BF16, need_lse=False, route="direct", num_heads=8)}, "another spec"),
+    "of another promise": ({"clean_slots": True}, {"clean_slots": False}, "clean_slots=True, expected clean_slots=False"),
+    "of a layer": ({"clean_slots": None}, {}, "other indices"),
+    "of another device": ({}, {"registry": registry_of(Recorder())}, "a decision for"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_DECISIONS)
+def test_a_decision_on_something_else_is_refused(what: str):
+    decided, given, words = REFUSED_DECISIONS[what]
+    registry = Pair(SPARSE_PREFILL, "clean_indices").registry
+    spec = replace(BF16, need_lse=False, route="direct")
+    decision = decide_route(spec, CPU, **{"registry": registry, "clean_slots": False} | decided)
+    built = {"spec": decision.spec, "registry": registry, "route_decision": decision, "device": CPU} | given
+    with pytest.raises(InvalidArgument, match=words):
+        SlotAttention(**built)
+
+
+def test_a_decision_on_slots_is_no_decision_on_a_layer():
+    spec = replace(BF16, need_lse=False, route="direct")
+    registry = Pair(SPARSE_PREFILL, "clean_indices").registry
+    decision = decide_route(spec, CPU, registry=registry, clean_slots=True)
+    with pytest.raises(InvalidArgument, match="route_decision"):
+        SparseMLAAttention(spec, device=CPU, registry=registry, route_decision=decision)
 
 
 def test_the_parts_of_prompts():

@@ -24,7 +24,7 @@ from commands import document, in_a_process, invoke
 
 from mla_portable.cli.doctor.reading import Serving, in_log, in_metrics
 from mla_portable.cli.doctor.running import look_at
-from mla_portable.engines.common.serving import NOT_SERVING
+from mla_portable.engines.common.metrics import NOT_SERVING
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import fake_plugins.acme
@@ -13,11 +15,13 @@ import torch
 from fake_plugins import implementation, make_plugin
 from machines import A100, B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090, RTX_5090
 
+from mla_portable.accelerator import Accelerator
 from mla_portable.attention import AttentionSpec
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.routes import choose_route
 from mla_portable.choose import Policy, Registry, use
-from mla_portable.choose.facts import RawDevice, interpret
+from mla_portable.choose import facts as facts_module
+from mla_portable.choose.facts import RawDevice, collect, interpret
 from mla_portable.choose.machine import Machine
 from mla_portable.choose.select import decide as decide_purely
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Reason, Request, Support, UnsupportedRequest
@@ -136,21 +140,66 @@ def test_facts_follow_from_what_torch_says(name: str):
 
 
 @pytest.mark.parametrize(
-    ("arch", "warp_size", "has_bf16", "native"),
+    ("arch", "warp_size", "native"),
     [
-        ("gfx906:sramecc-:xnack-", 64, False, False),
-        ("gfx90a:sramecc+:xnack-", 64, True, False),
-        ("gfx942:sramecc+:xnack-", 64, True, False),  # its e4m3 is the FNUZ format
-        ("gfx950:sramecc+:xnack-", 64, True, True),
-        ("gfx1100", 32, True, False),
-        ("gfx1201", 32, True, True),
-        ("gfx1030", 32, False, False),
+        ("gfx906:sramecc-:xnack-", 64, False),
+        ("gfx90a:sramecc+:xnack-", 64, False),
+        ("gfx942:sramecc+:xnack-", 64, False),  # its e4m3 is the FNUZ format
+        ("gfx950:sramecc+:xnack-", 64, True),
+        ("gfx1100", 32, False),
+        ("gfx1201", 32, True),
+        ("gfx1030", 32, False),
     ],
 )
-def test_amd_architectures(arch: str, warp_size: int, has_bf16: bool, native: bool):
-    facts = interpret(RawDevice("cuda", "AMD Radeon", (9, 4), arch, hip=True))
+@pytest.mark.parametrize("bf16", [True, False])
+def test_amd_architectures(arch: str, warp_size: int, native: bool, bf16: bool):
+    facts = interpret(RawDevice("cuda", "AMD Radeon", (9, 4), arch, hip=True, bf16=bf16))
     assert (facts.vendor, facts.arch) == ("amd", arch.partition(":")[0])
-    assert (facts.warp_size, facts.has_bf16, facts.has_fp8_conversion) == (warp_size, has_bf16, native)
+    assert (facts.warp_size, facts.has_bf16, facts.has_fp8_conversion) == (warp_size, bf16, native)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "vendor"),
+    [
+        ("", "gfx928:sramecc+:xnack-", "hygon"),
+        ("", "gfx936", "hygon"),
+        ("", "gfx938", "hygon"),
+        ("Hygon C86", "gfx906", "hygon"),
+        ("DCU Z100L", "gfx906", "hygon"),
+        ("K100_AI", "gfx9xx", "hygon"),
+        ("BW1000_H", "gfx9xx", "hygon"),
+        ("BW", "gfx9xx", "hygon"),
+        ("AMD Instinct MI300X", "gfx942", "amd"),
+        ("AMD Radeon RX 7900 XTX", "gfx1100", "amd"),
+        ("", "gfx90a", "amd"),
+    ],
+)
+def test_hygon_is_no_amd(name: str, arch: str, vendor: str):
+    facts = interpret(RawDevice("cuda", name, (9, 3), arch, hip=True))
+    assert (facts.vendor, facts.arch, facts.warp_size == 64, facts.has_bf16) == (
+        vendor, arch.partition(":")[0], arch.startswith("gfx9"), True,
+    )  # fmt: skip
+    assert vendor == "amd" or not facts.has_fp8_conversion
+
+
+@pytest.mark.parametrize(
+    ("hip", "says", "has_bf16"),
+    [("6.4", lambda including_emulation: not including_emulation, True), ("6.4", lambda: False, False), ("6.4", None, True)],
+)
+def test_a_hip_device_is_asked_whether_it_computes_in_bfloat16(
+    hip: str, says: Callable[..., bool] | None, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+):
+    properties = SimpleNamespace(name="DCU", major=9, minor=3, gcnArchName="gfx936", total_memory=1 << 36)
+    module = SimpleNamespace(device=lambda index: nullcontext(), get_device_properties=lambda index: properties)
+    if says is not None:
+        module.is_bf16_supported = says
+    where = Accelerator.__new__(Accelerator)
+    where.module, where.index, where.device = module, 0, torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(facts_module, "resolve_device", lambda device: device)
+    monkeypatch.setattr(facts_module, "accelerator", lambda device: where)
+    found = interpret(collect(torch.device("cuda", 0)))
+    assert (found.vendor, found.arch, found.has_bf16) == ("hygon", "gfx936", has_bf16)
 
 
 @pytest.mark.parametrize(

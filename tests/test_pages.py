@@ -27,6 +27,7 @@ NOT_RUN = {
     r"\bcurl\b|serve\.log|^ray start": "needs a server, or several nodes",
     r"\bvllm serve\b|\bsglang\.launch_server\b|ci/gpu_vllm|ci/vllm_own": "needs an engine and a GPU",
     r"^ci/(gpu|contribute)|--device cuda|--graph|conform nvidia": "needs a GPU",
+    r"--device npu": "needs an NPU",
     r"^mla-portable bench |\bmla-portable tune": "minutes on a CPU: tests/test_bench_command.py, tests/test_tune.py",
     r"^mla-portable conform triton|_triton\.compile_all": "minutes on a CPU: ci/conformance, ci/compile",
     r"^mla-portable run": "half a minute each: ci/main_job",

@@ -14,7 +14,7 @@ from mla_portable.contracts import Batch, InvalidArgument, StepPlan
 from mla_portable.kit.split_kv import SPLIT_KV
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.planner.staging import StagingRing
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, tile_schedule
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES, TileSchedule, tile_schedule
 
 CONFIG = PlannerConfig(
     device="cpu",

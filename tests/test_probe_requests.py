@@ -40,10 +40,12 @@ from mla_portable.choose import Registry
 from mla_portable.choose import probe as probing
 from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Request, UnsupportedRequest
 from mla_portable.judge.problems import attention_problem, draw
+from mla_portable.judge.problems import probe as probe_problems
 from mla_portable.judge.problems.base import cases_for
 from mla_portable.judge.problems.probe import request_case
 from mla_portable.judge.problems.stage import Problem
 from mla_portable.kit.rules import check_cache
+from mla_portable.primitives import TOPK_SELECT
 
 # A choice computes one problem of the request's own sizes
 
@@ -164,7 +166,7 @@ def alignment_of(problem: Problem) -> int:
     """That of both caches of a call, as sparse_decode finds it."""
     tensors = problem.args | problem.kwargs
     caches = [tensors[name] for name in ("kv_cache", "extra_kv_cache") if name in tensors]
-    return min(check_cache("test", "kv_cache", cache, torch.device("cpu"))[3] for cache in caches)
+    return min(check_cache("test", "kv_cache", cache, torch.device("cpu")).cache_alignment for cache in caches)
 
 
 @pytest.mark.parametrize(("block_size", "extra_block_size"), [(69, None), (61, None), (64, 53), (1, 2)])
@@ -252,11 +254,11 @@ def test_a_result_belongs_to_its_device():
     assert seen == ["one", "two"] * 2
 
 
-# What is the registry's own is never a reason
+# What the problem is to be blamed for
 
 
 @pytest.mark.parametrize("place", ["build", "read_back", "oracle"])
-def test_an_error_of_the_registrys_own_is_raised(place: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_a_problem_is_a_reason_that_blames_it(place: str, monkeypatch: pytest.MonkeyPatch):
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no such operation in this build of torch")
 
@@ -267,10 +269,11 @@ def test_an_error_of_the_registrys_own_is_raised(place: str, monkeypatch: pytest
     else:
         monkeypatch.setattr(attention_problem, "attend", fail)
     made = candidate(DECODE, RIGHT[DECODE])
-    with pytest.raises(RuntimeError, match=r"^no such operation in this build of torch$"):
-        probe(made)
-    with pytest.raises(RuntimeError, match=r"^no such operation in this build of torch$"):
-        chosen(made)
+    done = "judged" if place == "read_back" else "built"  # which is when a problem asks its oracle
+    said = {each.given for each in probe(made).reasons}
+    assert said == {f"problem could not be {done}: RuntimeError: no such operation in this build of torch"}
+    served, against = chosen(made)
+    assert served == "reference.torch" and f"problem could not be {done}: RuntimeError: no such" in against
 
 
 def test_a_result_on_another_device_is_a_reason():
@@ -383,3 +386,23 @@ def test_a_plugin_that_calls_the_registry_from_its_kernel_is_refused_at_once():
     assert decision.chosen == "reference.torch"
     (reason,) = decision.verdicts[-1].reasons
     assert "the plugin called the registry" in reason.given
+
+
+@pytest.mark.parametrize("topk", [16, 64, 300])
+def test_of_equal_scores_the_lower_positions_are_probed(topk: int):
+    """Among them those at the K-th place, and more scores than K, whatever K is."""
+
+    def later(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int, out: Tensor | None = None) -> Tensor:
+        width = logits.shape[1]
+        starts, ends = row_starts.clamp(0, width), row_ends.clamp(0, width)
+        found = TOPK_SELECT.reference(logits.flip(1), width - ends, width - starts, topk=topk)
+        kept = torch.where(found >= 0, (ends - starts).unsqueeze(1) - 1 - found, width).sort(dim=1).values
+        kept = torch.where(kept < width, kept, -1).to(torch.int32)
+        return kept if out is None else out.copy_(kept)
+
+    reg = registry(candidate(TOPK_SELECT, later, kv_layouts=()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(probe_problems.MOST_ON_A_CPU, "topk", 4096)
+        decision = reg.decide(Request(TOPK_SELECT, reg.facts("cpu"), topk=topk), backend="faulty")
+    (verdict,) = [each for each in decision.verdicts if each.implementation == "faulty.v1"]
+    assert [reason.given.partition(":")[0] for reason in verdict.reasons] == ["wrong values"]

@@ -36,7 +36,7 @@ from mla_portable.contracts import (
     UnsupportedRequest,
     hookimpl,
 )
-from mla_portable.engines.common.prompts import prompt_attention, refusals
+from mla_portable.engines.common.prompt_route import prompt_attention, refusals
 from mla_portable.layouts import LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.planner.prompts import PromptPlan, plan_prompts
@@ -526,7 +526,7 @@ def test_an_engine_leaves_prompts_without_times_to_the_sparse_route_before_anyth
         return SimpleNamespace(times=found[len(built) - 1], decisions={"masked": SimpleNamespace(chosen="acme.v1")})
 
     found = [constants(1.0), None]  # the second: what was probed and serves is another one than was declared
-    monkeypatch.setattr("mla_portable.engines.common.prompts.PromptAttention", build)
+    monkeypatch.setattr("mla_portable.engines.common.prompt_route.PromptAttention", build)
     monkeypatch.setattr(Registry, "prompt_times", lambda self, decision: constants(1.0))
     with caplog.at_level(logging.INFO, logger="mla_portable.test"):
         assert [prompt_attention(spec, DIMS, facts, CPU, logger) is None for _ in found] == [False, True]

@@ -88,7 +88,9 @@ def test_the_hook_offers_every_primitive_once():
                 lengths=True, compact=True, prefill_workspace=True, kv_layout=layout,
             )  # fmt: skip
             assert i.support.reasons(request) == ()
-            assert i.bind(request) is i.primitive.reference
+            bound = i.bind(request)
+            assert getattr(bound, "func", bound) is i.primitive.reference
+            assert getattr(bound, "keywords", {}) == ({"kv_layout": layout} if layout else {})
         assert [r.subject for r in i.support.reasons(Request(i.primitive, gpu, graph=True))] == ["graph"]
         assert i.support.reasons(Request(i.primitive, tpu)) == ()
 

@@ -334,7 +334,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "kv",
         lambda kv: torch.zeros((*kv.shape[:2], 656), dtype=torch.uint8),
-        "got fp8_ds_mla, .*expected fp8_v4, .*in the spec",
+        r"uint8 rows of 656 \(fp8_ds_mla\), expected .* rows of 584 \(fp8_v4\)",
     ),
     ("kv", lambda kv: torch.zeros(16, 512).bfloat16(), "shape"),
     ("kv", lambda kv: torch.zeros(8, BLOCK * 2, 584, dtype=torch.uint8), f"block_size {BLOCK * 2}, expected .* {BLOCK}, as in"),
@@ -352,7 +352,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("attn_sink", torch.zeros(HEADS + 1), "shape"),
     ("extra_kv_cache", None, r"got None, expected what spec\.extra_topk = 16 says"),
     ("extra_kv_cache", [1], "got list"),
-    ("extra_kv_cache", torch.zeros(4, 2, 656, dtype=torch.uint8), "got fp8_ds_mla"),
+    ("extra_kv_cache", torch.zeros(4, 2, 656, dtype=torch.uint8), r"got .*\(fp8_ds_mla\)"),
     ("extra_kv_cache", torch.zeros(4, 3, 584, dtype=torch.uint8), "block_size 3, expected fp8_v4, block_size 2"),
     ("extra_slots", None, "got None"),
     ("extra_slots", [[1]], "got list"),

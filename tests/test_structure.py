@@ -19,6 +19,8 @@ from mla_portable import contracts
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "mla_portable"
 PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / "pyproject.toml").exists())
+SHARED = "common"
+"""Of PLUGINS the distribution that is none: the others may import it, and it imports none of them."""
 CODE = (CORE, ROOT / "ci", *(ROOT / "backends" / plugin / "src" / f"mla_portable_{plugin}" for plugin in PLUGINS))
 
 LOW = {"_version", "accelerator", "contracts", "errors", "features", "kit", "layouts", "models"}
@@ -282,10 +284,24 @@ def test_a_plugin_imports_the_contracts_and_what_is_made_for_plugins(plugin: str
         core = {m for m in imported_modules(path) if m == "mla_portable" or m.startswith("mla_portable.")}
         outside = {m for m in core if not m.startswith(PLUGINS_MAY_IMPORT)}
         assert not outside, f"{path.relative_to(ROOT)} imports {sorted(outside)}"
-        others = {m for m in imported_modules(path) if m.startswith("mla_portable_")} - {
-            m for m in imported_modules(path) if m.startswith(f"mla_portable_{plugin}")
-        }
+        plugins = {m.split(".")[0] for m in imported_modules(path) if m.startswith("mla_portable_")}
+        others = plugins - {f"mla_portable_{plugin}", f"mla_portable_{SHARED}"}
         assert not others, f"{path.relative_to(ROOT)} imports another plugin: {sorted(others)}"
+
+
+def test_what_plugins_share_is_no_plugin_itself():
+    """It has no entry point, so that nothing is registered where no vendor's plugin asks for it."""
+    entry = "[project.entry-points"
+    texts = {plugin: (ROOT / "backends" / plugin / "pyproject.toml").read_text() for plugin in PLUGINS}
+    assert {plugin for plugin, text in texts.items() if entry not in text} == {SHARED}
+    users = {
+        plugin
+        for plugin in PLUGINS
+        if plugin != SHARED
+        and f"mla_portable_{SHARED}" in "".join(path.read_text() for path in (ROOT / "backends" / plugin / "src").rglob("*.py"))
+    }
+    declared = {plugin for plugin, text in texts.items() if f'"mla-portable-{SHARED}>=' in text}
+    assert declared == users >= {"nvidia"}
 
 
 def test_importing_mla_portable_loads_neither_torch_nor_plugins():

@@ -74,7 +74,7 @@ def _same(one: object, other: object) -> bool:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(module, "_machine_code", lambda: Machine.Compiled)
+    monkeypatch.setattr(module, "_machine_code", lambda device_type: Machine.Compiled)
     return Machine()
 
 
@@ -95,7 +95,7 @@ CALLS = st.tuples(
 @given(calls=st.lists(CALLS, min_size=2, max_size=12), repeats=st.integers(0, 11))
 def test_a_call_gets_the_compilation_that_triton_would_choose(calls: list[Any], repeats: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_machine_code", lambda: Machine.Compiled)
+        patch.setattr(module, "_machine_code", lambda device_type: Machine.Compiled)
         machine = Machine()
         launch = TritonLauncher(machine)
         for arguments, flag, width in [*calls, *calls[: repeats + 1]]:
@@ -168,7 +168,7 @@ def test_another_device_has_a_compilation_of_its_own(machine: Machine):
 
 
 def test_where_nothing_is_known_of_triton_it_is_asked_every_time(machine: Machine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_machine_code", lambda: None)
+    monkeypatch.setattr(module, "_machine_code", lambda device_type: None)
     launch, a = TritonLauncher(machine), MEMORY[torch.bfloat16]
     for first in (1, 2, 3):
         launch((1,), a, a, None, 0.5, 16, 1, 1, FLAG=False, WIDTH=64, num_warps=4)
@@ -187,8 +187,8 @@ def test_where_nothing_is_known_of_triton_it_is_asked_every_time(machine: Machin
 def test_which_tritons_are_known(version: str, hip: str | None, kept: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert (module._machine_code.__wrapped__() is not None) is kept
-    why = module.why_through_triton()
+    assert (module._machine_code.__wrapped__("cuda") is not None) is kept
+    why = module.why_through_triton("cuda")
     assert why is None if kept else version in why or "ROCm" in why
 
 

@@ -21,7 +21,7 @@ from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.times.prefill import PrefillTimes
 from mla_portable.times.rows import Times
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 
 def request(**changes: Any) -> Request:
@@ -101,6 +101,9 @@ def test_flags_are_true_or_false(make: Callable[..., object], field: str, value:
         (support, {"padded_heads": None}, "padded_heads"),
         (support, {"block_sizes": (None,)}, "block_sizes"),
         (support, {"block_sizes": [64]}, "block_sizes"),
+        (support, {"max_block_size": 0}, "max_block_size"),
+        (support, {"topks": (0,)}, "topks"),
+        (support, {"topks": None}, "topks"),
         (support, {"device_types": "cuda"}, "device_types"),
         (support, {"archs": (90,)}, "archs"),
         (support, {"kv_layouts": 5}, "kv_layouts"),
@@ -142,7 +145,7 @@ def test_fields_stay_in_their_range(make: Callable[..., object], changes: dict[s
 @pytest.mark.parametrize("field", [field.name for field in fields(Support)])
 def test_what_a_support_accepts_can_be_evaluated(field: str):
     """A registry asks every declaration at every choice, so what it cannot evaluate is refused when the value is made."""
-    values: list[Any] = [None, -1, 0, 1, 5, 1.5, math.nan, 10**400, True, "", "x", b"x", object(), np.int64(5), range(3)]
+    values: list[Any] = [None, -1, 0, 1, 5, 1.5, math.nan, 10**400, True, "", "x", "low", b"x", object(), np.int64(5), range(3)]
     items = [None, 0, 16, 1.5, True, "bf16", "pow2", "x", (192, 128), (192,), (0, 1), ("a", 1), [192, 128]]
     values += [kind(items[:n]) for kind in (tuple, list) for n in (0, 2)]
     values += [kind((item,)) for kind in (tuple, list) for item in items] + [{}, {16}, {"a": 1}]
@@ -245,6 +248,25 @@ def test_workspace_of_each_route():
         ({"needs_finite_values": True}, {}, ["finite_values"]),
         ({"needs_finite_values": True}, {"finite_values": True}, []),
         ({}, {"finite_values": True}, []),
+        ({"needs_whole_tables": True}, {}, ["whole_tables"]),
+        ({"needs_whole_tables": True}, {"whole_tables": True}, []),
+        ({"needs_uniform_query_len": True}, {}, ["uniform_query_len"]),
+        ({"needs_uniform_query_len": True}, {"uniform_query_len": True}, []),
+        ({"max_topk": 2048, "topks": (3072, 4096)}, {"topk": 1}, []),
+        ({"max_topk": 2048, "topks": (3072, 4096), "extra_cache": True}, {"topk": 4096, "extra_topk": 3072}, []),
+        (
+            {"max_topk": 2048, "topks": (3072, 4096), "extra_cache": True},
+            {"topk": 2049, "extra_topk": 3073},
+            ["topk", "extra_topk"],
+        ),
+        ({"topks": (2048,)}, {"topk": 2048}, []),
+        ({"topks": (2048,)}, {"topk": 1024}, ["topk"]),
+        ({"block_size_multiple": 16, "max_block_size": 1024}, {"block_size": 1024, "extra_block_size": 16}, []),
+        (
+            {"block_size_multiple": 16, "max_block_size": 64},
+            {"block_size": 80, "extra_block_size": 128},
+            ["block_size", "extra_block_size"],
+        ),
     ],
 )
 def test_reasons_of_a_declaration_against_a_request(declared: dict[str, Any], asked: dict[str, Any], subjects: list[str]):
@@ -272,6 +294,7 @@ LIMITS = {
     "max_topk": ("topk", 512),
     "max_heads": ("num_heads", 48),
     "max_query_len": ("query_len", 3),
+    "max_block_size": ("block_size", 64),
     "topk_multiple": ("topk", 64),
     "block_size_multiple": ("block_size", 16),
 }
@@ -284,6 +307,17 @@ def test_a_limit_itself_is_supported_and_nothing_above_it(limit: str):
     assert declared.reasons(request(**{field: most})) == ()
     (reason,) = declared.reasons(request(**{field: most + 1}))
     assert reason.subject == field and reason.given == str(most + 1) and str(most) in reason.limit
+
+
+def test_values_of_k_beside_a_range_are_named_in_reason_and_remedy():
+    declared = support(device_types=("cpu",), max_topk=2048, topks=(3072, 4096))
+    (reason,) = declared.reasons(request(topk=2500))
+    assert str(reason) == "topk 2500 (at most 2048, or one of 3072, 4096)"
+    assert reason.remedy == "take K = 3072, and pad indices with -1 to it"
+    (reason,) = declared.reasons(request(topk=5000))
+    assert not reason.remedy
+    (reason,) = support(device_types=("cpu",), topks=(2048,)).reasons(request(topk=64))
+    assert (str(reason), reason.remedy) == ("topk 64 (supports 2048)", "take K = 2048, and pad indices with -1 to it")
 
 
 def test_padded_heads_are_supported_up_to_the_largest():

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +121,7 @@ def test_tokens_over_keys_of_each_head_are_counted(kit: Any):
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
     several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.rank_long(), *kit.jobs.rank_flash()]
-    several += [*kit.jobs.other_models(), *kit.jobs.four_bits()]
+    several += [*kit.jobs.other_models(), *kit.jobs.four_bits(), *kit.jobs.serve()]
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -267,7 +268,7 @@ def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
     names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "rank_long", "rank_flash", "other_models")
-    names += ("four_bits",)
+    names += ("four_bits", "serve")
     lists = [getattr(kit.jobs, each) for each in names]
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
@@ -418,7 +419,7 @@ def rank_lines(kit: Any, *results: tuple[str, dict[str, Any]]) -> list[tuple[str
     return [(line.found, line.passed) for line in kit.judge.rank(ran)]
 
 
-def test_first_tokens_at_the_whole_depth_are_judged_and_steps_inform(kit: Any):
+def test_first_tokens_are_judged_and_steps_inform(kit: Any):
     lines = rank_lines(kit, ("rank16-plugin", rank_result(305.0)), ("rank16-stock", rank_result()))
     ours, stocks = lines[:5], lines[5:]
     assert ours == [
@@ -470,18 +471,6 @@ def test_a_rank_with_long_contexts_is_the_same_model_for_longer_sequences(kit: A
     assert cached * 61 * (656 + 132) < plugin.arguments["kv_cache_memory_bytes"], "of keys, and of the indexer's"
 
 
-def test_a_step_that_the_host_bounds_informs(kit: Any):
-    """Its time differs by half between cores and runs."""
-    ran = run_of(kit, "rank16-plugin", **rank_result(296.0)) | run_of(kit, "rank16-stock", **rank_result(195.0))
-    for done in ran.values():
-        done.result["first"] = {kit.judge.HOST_BOUND: done.result["first"]["8 x 1000"], **done.result["first"]}
-    lines = [line for line in kit.judge.rank(ran) if line.found.startswith("first token") and line.name == "rank16-plugin"]
-    assert [line.passed for line in lines[:2]] == [None, False]
-    assert kit.judge.HOST_BOUND in {
-        f"{count} x {length}" for job in kit.jobs.rank() for count, length in job.options["profiled"]
-    }
-
-
 def test_a_rank_of_glm_flash_has_the_weights_of_one_of_four_gpus(kit: Any, tmp_path: Path):
     """The real model's fields, and as many bytes of experts as 72 in FP8."""
     (heads,) = {job.heads for job in kit.jobs.rank_flash()}
@@ -518,9 +507,11 @@ def test_a_rank_that_stock_does_not_serve_is_timed_alone(kit: Any):
         assert (len(times) > 1) is (passed is None) and ("stock" in times[0].found) is False
 
 
-def test_each_rank_is_timed_alone_and_a_head_count_is_chosen_by_name(kit: Any):
+def test_ranks_are_as_by_default_and_a_head_count_is_chosen_by_name(kit: Any):
     names = [job.name for job in kit.jobs.rank()]
     assert names == ["rank16-plugin", "rank16-stock", "rank128-plugin", "rank128-stock"]
+    assert {(job.mode, job.model) for job in kit.jobs.rank()} == {("default", "half16"), ("default", "half128")}
+    assert {job.mode for job in (*kit.jobs.rank_long(), *kit.jobs.rank_flash())} == {"graphs"}
     for job in kit.jobs.rank():
         longest = max(length for _, length in job.options["first"])
         assert longest == 16_000 > job.arguments["max_num_batched_tokens"] and longest < job.arguments["max_model_len"]
@@ -615,6 +606,104 @@ def test_times_of_ranks_and_every_line_go_into_the_file_of_a_run(kit: Any, tmp_p
     run = read_run(path)
     assert run.engine_times == times and run.versions["vllm"] == "1.0" and run.who == "a_test"
     assert [each.text for each in run.comparisons] == [line.found for line in lines], "also lines of one name"
+
+
+def test_a_mixed_load_is_the_same_for_every_rate_and_continues_conversations(kit: Any):
+    options = kit.jobs._SERVED
+    at_once, arriving = (kit.mixed_load.trace(options, rate, 16_384) for rate in (None, 4.0))
+    assert [(each.prompt, each.tokens) for each in at_once] == [(each.prompt, each.tokens) for each in arriving]
+    assert {each.at for each in at_once} == {0.0}
+    gaps = [after.at - before.at for before, after in pairwise(arriving)]
+    assert min(gaps) > 0 and 0.15 < sum(gaps) / len(gaps) < 0.4, "4 a second, drawn"
+    lengths = sorted(len(each.prompt) for each in at_once)
+    assert lengths[0] >= 48 and lengths[-1] <= 12_000 and 800 < lengths[len(lengths) // 2] < 2500
+    prompts = [each.prompt for each in at_once]
+    continued = [p for n, p in enumerate(prompts) if any(p[: len(q)] == q for q in prompts[:n])]
+    assert 0.1 < len(continued) / len(prompts) < 0.5
+    limits = {job.arguments["max_model_len"] for job in kit.jobs.serve()}
+    assert max(len(each.prompt) + each.tokens for each in at_once) < min(limits)
+
+
+class Drafting:
+    """Stands for vLLM's engine with drafts: each step takes a second and gives each request two tokens, the first one alone."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.made, self.wanted = clock, dict[str, int](), dict[str, int]()
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], wanted: Any) -> None:
+        self.made[name], self.wanted[name] = 0, wanted.max_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.made)
+
+    def step(self) -> list[Any]:
+        self.clock[0] += 1.0
+        found = []
+        for name in list(self.made):
+            self.made[name] = min(self.made[name] + (2 if self.made[name] else 1), self.wanted[name])
+            found.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7] * self.made[name])]))
+            if self.made[name] == self.wanted[name]:
+                del self.made[name]
+        return found
+
+
+def test_a_load_is_served_and_its_waits_are_counted(kit: Any, monkeypatch: pytest.MonkeyPatch):
+    clock = [100.0]
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setattr(kit.mixed_load.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    requests = [kit.mixed_load.Request(at, [2, 3], tokens) for at, tokens in ((0.0, 3), (0.5, 2), (10.0, 5))]
+    found = kit.mixed_load.serve(Drafting(clock), requests, clock=lambda: clock[0])
+    assert [each.tokens for each in found] == [[1.0, 1.5, 2.0], [2.0, 3.0], [11.0, 11.5, 12.0, 12.5, 13.0]]
+    load = kit.mixed_load.measured(found)
+    assert load["seconds"] == 13.0 and load["tokens_s"] == round(10 / 13, 1)
+    assert load["first_ms"]["mean"] == round((1000 + 1500 + 1000) / 3, 3) and load["between_ms"]["p50"] == 500.0
+
+
+def served(kit: Any, *waits: float) -> dict[str, Any]:
+    """What the job of an engine returns: a warm-up, and a load for each of `waits`."""
+    compiled = {"turn": -1, "rate": None, "tokens_s": 1.0, "first_ms": {}, "between_ms": {}, "compiled": {"slow_kernel": 2}}
+    loads = [compiled]
+    for turn, wait in enumerate(waits):
+        several = {"mean": wait, "p50": wait, "p99": 2 * wait}
+        loads.append(
+            {"turn": turn, "rate": None, "tokens_s": 1e5 / wait, "first_ms": several, "between_ms": several, "compiled": {}}
+        )
+    return {"loads": loads, "peak_mib": 100, "layers": 31}
+
+
+def test_loads_are_held_against_stock_s_and_go_into_the_file_of_a_run(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from mla_portable.capability.run import read_run
+
+    ran = run_of(kit, "serve16-plugin-default", **served(kit, 50.0, 70.0, 60.0))
+    ran |= run_of(kit, "serve16-stock-default", **served(kit, 100.0, 120.0, 110.0))
+    lines = [line.found for line in kit.judge.serve(ran)]
+    assert len(lines) == 3 and "all at once, 31 layers: tokens_s 1666.7 / 909.1 = 1.833" in lines[0]
+    assert "first_ms p99 120.0 / 220.0 = 0.545" in lines[0]
+    assert lines[1] == "plugin: peak 100 MiB; compiled while serving: slow_kernel 2"
+    loads = kit.kit.served_loads(ran, "vllm 1.0")
+    assert [(each.backend, each.turn, each.mode) for each in loads] == [
+        (who, turn, "default") for who in ("plugin", "stock") for turn in range(3)
+    ]
+    monkeypatch.setattr(kit.kit.metadata, "version", lambda name: "1.0")
+    path = tmp_path / "run.json.gz"
+    kit.kit.record(path, "serve", [], [], loads, who="a_test", commit=None)
+    kit.kit.record(path, "serve", [], [], loads[:1], who="a_test", commit=None)
+    assert read_run(path).engine_loads == loads, "the newer one of a size stays"
+    alone = run_of(kit, "serve16-plugin-default", **served(kit, 1.0))
+    assert list(kit.judge.serve(alone)) == [], "nothing to hold it against"
+
+
+def test_weights_are_drawn_by_name(kit: Any):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)).to(torch.bfloat16)
+    kit.drawn_weights.draw(model)
+    first, norm, last = model
+    assert 0.015 < first.weight.std() < 0.025 and not first.weight.equal(last.weight)
+    assert norm.weight.eq(1).all() and first.bias.eq(0).all() and norm.bias.eq(0).all()
+    before = first.weight.clone()
+    kit.drawn_weights.draw(model)
+    assert first.weight.equal(before)
 
 
 def test_the_kit_refuses_earlier_results_and_to_run_nothing(kit: Any, tmp_path: Path):

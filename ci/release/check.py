@@ -35,6 +35,7 @@ def check_run(path: Path, run: Run, profiles: Mapping[str, Profile], suite: Suit
         *_cases(run, suite),
         *_times(run, suite),
         *_engine_times(run),
+        *_engine_loads(run),
     ]
 
 
@@ -48,7 +49,7 @@ def _origin(path: Path, run: Run, profile: Profile, today: date) -> Iterator[str
         yield "commit is unknown; run from a checkout, or name the commit with --commit"
     if run.dirty:
         yield f"{len(run.dirty)} files had uncommitted changes, {run.dirty[0]} first; run a commit as it is"
-    if not any((run.cases, run.times, run.comparisons, run.engine_times)):
+    if not any((run.cases, run.times, run.comparisons, run.engine_times, run.engine_loads)):
         yield "has no result"
 
 
@@ -112,6 +113,17 @@ def _engine_times(run: Run) -> Iterator[str]:
         if bool(time.kernels) != (time.quantity == "layer"):
             what = f"{time.backend}, {time.heads} heads, {time.requests} x {time.tokens}"
             yield f"{time.engine} / {what}: a time of {time.quantity} with kernels {time.kernels!r}; a layer's has a kind alone"
+
+
+def _engine_loads(run: Run) -> Iterator[str]:
+    for size, count in Counter(load.size for load in run.engine_loads).items():
+        if count > 1:
+            yield f"a load of an engine is there {count} times: {' '.join(map(str, size))}"
+    for load in run.engine_loads:
+        for name in ("first_ms", "between_ms"):
+            waits = getattr(load, name)
+            if waits.p50 > waits.p99:
+                yield f"{load.engine}, {load.backend}, {load.heads} heads: {name} has p50 {waits.p50:g} above p99 {waits.p99:g}"
 
 
 def describe(time: Time) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_portable.engines.sglang import places
+from mla_portable.engines.sglang import seams
 
-METHODS = (places.SPARSE, places.KV, places.FA3)
+METHODS = (seams.SPARSE, seams.KV, seams.FA3)
 
 
 class StockNotAvailable(RuntimeError):
@@ -23,7 +23,7 @@ class StockNotAvailable(RuntimeError):
 
 
 def backend_class() -> Any:
-    return import_module(places.BACKEND_MODULE).DeepseekSparseAttnBackend
+    return import_module(seams.BACKEND_MODULE).DeepseekSparseAttnBackend
 
 
 def stock_call(backend: Any, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Callable[[], Tensor]:
@@ -33,7 +33,7 @@ def stock_call(backend: Any, name: str, arguments: tuple[Any, ...], named: dict[
     """
     method = getattr(backend_class(), name).__wrapped__
     bound = inspect.signature(method).bind(backend, *arguments, **named)
-    if name == places.KV:
+    if name == seams.KV:
         metadata = bound.arguments["metadata"]
         plan = backend_class()._compute_flashmla_metadata.__wrapped__
         made = plan(backend, cache_seqlens=metadata.dsa_cache_seqlens_int32, seq_len_q=1)

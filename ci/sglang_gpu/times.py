@@ -20,7 +20,7 @@ from process import ARCH, DEVICE, trying
 from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
 
 from mla_portable.bench.timing import captured, measure
-from mla_portable.engines.sglang import places
+from mla_portable.engines.sglang import seams
 from mla_portable.layouts import FP8_DS_MLA
 
 TOPK: Final = 2048
@@ -34,7 +34,7 @@ EXTEND = CASES["dsa_sparse_prefill_long_extend"]
 
 
 def fixture(case: Any, method: str, fp8: bool) -> Any:
-    impl = {places.SPARSE: "flashmla_sparse", places.KV: "flashmla_kv", places.FA3: "fa3"}[method]
+    impl = {seams.SPARSE: "flashmla_sparse", seams.KV: "flashmla_kv", seams.FA3: "fa3"}[method]
     built = kit.build_dsa_sparse_attention_fixture(
         unittest.TestCase(),
         case,
@@ -71,10 +71,10 @@ def call_of(built: Any, method: str, rows: int) -> tuple[tuple[Any, ...], dict[s
     cache, scale = pool.get_key_buffer(0), module.attn.scaling
     common: dict[str, Any] = {"kv_cache": cache, "v_head_dim": 512, "sm_scale": scale}
     lengths = torch.full((rows,), TOPK, dtype=torch.int32, device=DEVICE)
-    if method == places.KV:
+    if method == seams.KV:
         metadata = replace(metadata, dsa_cache_seqlens_int32=lengths)
         return (), {**common, "q_all": q, "layer": module.attn, "metadata": metadata, "page_table_1": table}
-    if method == places.SPARSE:
+    if method == seams.SPARSE:
         return (), {**common, "q_all": q, "page_table_1": table, "topk_length": lengths}
     each = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
     named = {**common, "q_rope": q[..., 512:], "q_nope": q[..., :512], "page_table": table, "cache_seqlens": lengths}
@@ -139,13 +139,13 @@ def main() -> None:
     torch.set_grad_enabled(False)
     for heads, batch in product(HEADS, (1, 16, 64)):
         case = replace(DECODE, num_heads=heads, prefix_lens=(64,) * batch)
-        for method, fp8 in ((places.KV, True), (places.SPARSE, False), (places.FA3, False), (places.KV, False)):
-            if method == places.KV and not fp8 and (heads, batch) != (16, 16):
+        for method, fp8 in ((seams.KV, True), (seams.SPARSE, False), (seams.FA3, False), (seams.KV, False)):
+            if method == seams.KV and not fp8 and (heads, batch) != (16, 16):
                 continue  # SGLang quantises the whole cache there: once is enough to show it
             timed(f"decode {method} {'fp8' if fp8 else 'bf16'} {heads} heads {batch} rows", case, method, batch, fp8)
     for heads, fp8 in product(HEADS, (True, False)):
         case = replace(EXTEND, num_heads=heads, prefix_lens=(64,), extend_lens=(2048,))
-        method = places.KV if fp8 else places.SPARSE
+        method = seams.KV if fp8 else seams.SPARSE
         timed(f"prefill {method} {'fp8' if fp8 else 'bf16'} {heads} heads 2048 tokens", case, method, 2048, fp8)
 
 

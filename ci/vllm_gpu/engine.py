@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
+import drawn_weights
 import rehearse
 from checkpoint import SEED, prompts
 from jobs import Job
@@ -44,6 +45,8 @@ def start(job: Job, checkpoints: Path) -> Any:
     from vllm import LLM
 
     connect_without_tilelang()
+    if job.arguments.get("load_format") == "dummy":
+        drawn_weights.install()
     return LLM(**arguments(job, checkpoints))
 
 
@@ -217,6 +220,15 @@ def rank(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     return timing.rank(llm, job.options, where)
 
 
+def serve(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
+    """A mixed load on one GPU's share of a model."""
+    import timing
+
+    with timing.starting(where):
+        llm = start(job, checkpoints)
+    return timing.serve(llm, job.options, where)
+
+
 TASKS: Final = {
     "generate": generate,
     "ranks": ranks,
@@ -225,6 +237,7 @@ TASKS: Final = {
     "load": load,
     "gpu_time": gpu_time,
     "rank": rank,
+    "serve": serve,
 }
 
 

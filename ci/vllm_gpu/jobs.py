@@ -312,8 +312,11 @@ RANK_HEADS: Final = (16, 128)
 
 
 def rank() -> list[Job]:
-    """One GPU's share of DeepSeek-V3.2 on eight, 61 layers: the plugin and stock by default, each alone on a GPU of 141 GB."""
-    return [job for heads in RANK_HEADS for job in _ranks(f"rank{heads}", heads, "fp8_ds_mla", "stock", _RANK)]
+    """One GPU's share of DeepSeek-V3.2 on eight, half of its layers, as vLLM starts by default: the plugin and stock in turns.
+
+    Of half the depth both fit on a GPU of 141 GB, so that neither is measured while the GPU has another clock.
+    """
+    return [job for heads in RANK_HEADS for job in _ranks(f"rank{heads}", heads, "fp8_ds_mla", "stock", _RANK, f"half{heads}")]
 
 
 def rank_long() -> list[Job]:
@@ -341,14 +344,56 @@ _RANK: Final[dict[str, Any]] = {
 }
 
 
-def _ranks(model: str, heads: int, kv: str, stock: str, arguments: dict[str, Any], **others: Any) -> list[Job]:
-    """A prompt of 16,000 tokens takes two steps, all others one. Decodes have a context of 3,000 tokens. others: options."""
+def _ranks(name: str, heads: int, kv: str, stock: str, arguments: dict[str, Any], half: str = "", **others: Any) -> list[Job]:
+    """A prompt of 16,000 tokens takes two steps, all others one. Decodes have a context of 3,000 tokens.
+
+    Args:
+        half: the model, of half the depth, in engines as by default; "" for the whole depth, without torch.compile.
+        others: options.
+    """
     first = ((16, 128), (8, 1000), (4, 2000), (2, 4000), (1, 8000), (1, 16_000))
     decodes = [{"batch": batch, "prompt": 3000, "tokens": 200} for batch in (1, 16, 64)]
     profiled = ((16, 128), (1, 8000), (4, 2000))
-    options = {"by_default": True, "first": first, "profiled": profiled, "decodes": decodes, "model": model, **others}
-    more: dict[str, Any] = {"heads": heads, "mode": "graphs", "arguments": arguments, "seconds": 240, "options": options}
-    return [Job(f"{model}-{role}", "rank", who, kv, **more) for role, who in (("plugin", "plugin"), ("stock", stock))]
+    options = {"by_default": True, "first": first, "profiled": profiled, "decodes": decodes, "model": half or name, **others}
+    more: dict[str, Any] = {"heads": heads, "mode": "default" if half else "graphs", "arguments": arguments}
+    more |= {"seconds": 560 if half else 240, "options": options}
+    return [Job(f"{name}-{role}", "rank", who, kv, **more) for role, who in (("plugin", "plugin"), ("stock", stock))]
+
+
+_SERVED: Final[dict[str, Any]] = {
+    "requests": 72,
+    "median": 1340,
+    "lengths": (48, 12_000),
+    "turns": 0.3,
+    "tokens": (48, 255),
+    "rates": (None, 4.0, 7.0),
+    "repeats": 2,
+}
+"""Of `mixed_load.trace`, with the rates of arrival, and how often each load is served."""
+
+
+def serve() -> list[Job]:
+    """A mixed load on one GPU's share of DeepSeek-V3.2 of half its depth, so that the plugin and stock fit beside each other.
+
+    As vLLM is started by default, with torch.compile and piecewise graphs, and without torch.compile; with one draft token.
+    """
+    arguments = {**_RANK, "enable_prefix_caching": True}
+    drafts = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 1}}
+    found: list[Job] = []
+    for heads, mode, model, more in (
+        (16, "default", "half", {}),
+        (128, "default", "half", {}),
+        (16, "graphs", "half", {}),
+        (128, "graphs", "half", {}),
+        (16, "default", "halfdrafts", drafts),
+    ):
+        options = {**_SERVED, "by_default": True, "model": f"{model}{heads}"}
+        given: dict[str, Any] = {"arguments": {**arguments, **more}, "options": options, "seconds": 580}
+        what = mode if model == "half" else f"{mode}-drafts"
+        found += [
+            Job(f"serve{heads}-{who}-{what}", "serve", who, "fp8_ds_mla", heads, mode, **given) for who in ("plugin", "stock")
+        ]
+    return found
 
 
 def features() -> list[Job]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 import jobs
 import kernel_kinds
+import mixed_load
 import selections
 from checkpoint import LAYERS
 
@@ -32,7 +34,6 @@ SHADOW_LIMIT: Final = 1e-2
 STEP_LIMIT: Final = 1.03
 """Of a decode step, in units of stock's."""
 PROMPT_LIMIT: Final = 1.02
-HOST_BOUND: Final = "16 x 128"
 """Of prompts, in units of stock's."""
 UNKNOWN_LIMIT: Final = 0.02
 """Of a layer's GPU time: what kernels may take that `kernel_kinds` does not know."""
@@ -421,10 +422,9 @@ def prompts(ran: Ran) -> Iterator[Line]:
 
 
 def rank(ran: Ran) -> Iterator[Line]:
-    """First tokens, decode steps and a layer's kernels at the whole depth, beside stock by default where it ran.
+    """First tokens, decode steps and a layer's kernels of one rank's share, beside stock by default where it ran.
 
-    First tokens are judged, and that kernels of no known kind take little; the rest informs. So does HOST_BOUND, whose step
-    takes the host longer than the GPU: the GPU's share of it is among the layer's kernels.
+    First tokens are judged, and that kernels of no known kind take little; the rest informs.
     """
     for name, done in ran.items():
         stock = ran.get(name.replace("-plugin", "-stock")) if done.job.who == "plugin" else None
@@ -439,12 +439,34 @@ def rank(ran: Ran) -> Iterator[Line]:
         for step, ours in done.result["first"].items():
             its = theirs.get("first", {}).get(step)
             text = f"first token of {step}: {ours:.1f} ms{_of_stock(ours, its, 1)}"
-            yield Line(name, text, None if its is None or step == HOST_BOUND else ours <= PROMPT_LIMIT * its)
+            yield Line(name, text, None if its is None else ours <= PROMPT_LIMIT * its)
         for batch, ours in done.result["step_us"].items():
             its = theirs.get("step_us", {}).get(batch)
             yield Line(name, f"a decode of {batch}: {ours / 1e3:.2f} ms{_of_stock(ours, its, 1e3)}")
         for step, found in done.result["kernels"].items():
             yield from _kernels(name, step, found, theirs.get("kernels", {}).get(step, {}).get("kinds", {}))
+
+
+def serve(ran: Ran) -> Iterator[Line]:
+    """Mixed loads beside stock: tokens a second, first tokens and what is between tokens. They inform.
+
+    Of several turns of a load the medians. The kernels that were compiled while requests waited are named: there should be none
+    of ours.
+    """
+    for name, done, stock in _beside_stock(ran):
+        if not done.result or not stock.result:
+            yield Line(name, "did not finish", False)
+            continue
+        both = [mixed_load.by_rate(each.result["loads"]) for each in (done, stock)]
+        for rate, ours in both[0].items():
+            theirs = both[1][rate]
+            what = "all at once" if rate is None else f"{rate:g} requests/s"
+            ratios = ", ".join(f"{key} {mine:.1f} / {theirs[key]:.1f} = {mine / theirs[key]:.3f}" for key, mine in ours.items())
+            yield Line(name, f"{what}, {done.result['layers']} layers: {ratios}")
+        for who, each in (("plugin", done), ("stock", stock)):
+            compiled = sum((Counter(load["compiled"]) for load in each.result["loads"]), Counter[str]())
+            names = ", ".join(f"{kernel} {count}" for kernel, count in sorted(compiled.items()))
+            yield Line(name, f"{who}: peak {each.result['peak_mib']} MiB; compiled while serving: {names or 'nothing'}")
 
 
 def _of_stock(ours: float, its: float | None, unit: float) -> str:

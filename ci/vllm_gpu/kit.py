@@ -2,7 +2,7 @@
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
     ci/gpu_vllm [FOLDER] [--indexer | --other-models | --four-bits | --features | --load | --prompts | --rank | --rank-long |
-                --rank-flash | --tensor-parallel | --context-parallel GPUS]
+                --rank-flash | --serve | --tensor-parallel | --context-parallel GPUS]
                 [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--who NAME] [--commit COMMIT]]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
@@ -39,12 +39,13 @@ from jobs import (
     rank,
     rank_flash,
     rank_long,
+    serve,
     tensor_parallel,
 )
 from judge import Done
 from run_logged import run_logged
 
-from mla_portable.capability.run import Comparison, EngineTime
+from mla_portable.capability.run import Comparison, EngineLoad, EngineTime
 from mla_portable.choose import get_registry
 from mla_portable.choose.facts import resolve_device
 from mla_portable.cli.recording import recorder
@@ -87,7 +88,14 @@ def run(todo: Sequence[Job], out: Path, checkpoints: Path, *, parallel: int, end
 
 
 def record(
-    path: Path, suite: str, lines: Iterable[judge.Line], times: Iterable[EngineTime], *, who: str | None, commit: str | None
+    path: Path,
+    suite: str,
+    lines: Iterable[judge.Line],
+    times: Iterable[EngineTime],
+    loads: Iterable[EngineLoad] = (),
+    *,
+    who: str | None,
+    commit: str | None,
 ) -> None:
     """Add what was judged and timed to the file of a run. Lines of one name have numbers, because a file keeps one of each."""
     device, version = resolve_device(get_registry().default_device()), metadata.version("vllm")
@@ -98,7 +106,7 @@ def record(
         seen[line.name] += 1
         name = line.name if seen[line.name] == 1 else f"{line.name} {seen[line.name]}"
         compared.append(Comparison(engine=f"vllm {version}", suite=suite, name=name, passed=line.passed, text=line.found))
-    file.add(compared=compared, engine_times=times)
+    file.add(compared=compared, engine_times=times, engine_loads=loads)
 
 
 def rank_times(ran: Mapping[str, Done], engine: str) -> list[EngineTime]:
@@ -125,6 +133,23 @@ def rank_times(ran: Mapping[str, Done], engine: str) -> list[EngineTime]:
     return found
 
 
+def served_loads(ran: Mapping[str, Done], engine: str) -> list[EngineLoad]:
+    """The mixed loads that engines served to the end, as a run keeps them, but for those that warm an engine up."""
+    found: list[EngineLoad] = []
+    for done in ran.values():
+        if done.job.task != "serve" or not done.result:
+            continue
+        job = done.job
+        mode = f"{job.mode}, drafts" if "speculative_config" in job.arguments else job.mode
+        backend = "plugin" if job.who == "plugin" else "stock"
+        same = {"engine": engine, "backend": backend, "heads": job.heads, "layers": done.result["layers"], "mode": mode}
+        for one in done.result["loads"]:
+            if one["turn"] >= 0:
+                given = {key: value for key, value in one.items() if key != "seconds"}
+                found.append(EngineLoad.model_validate({**same, "requests": job.options["requests"], **given}))
+    return found
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Raises: SystemExit when --only names nothing, or the folder holds an earlier run."""
     parser = argparse.ArgumentParser(prog="ci/gpu_vllm", description="The vLLM plugin in real engines on a GPU.")
@@ -141,10 +166,15 @@ def main(words: Sequence[str] | None = None) -> int:
     other.add_argument(
         "--rank",
         action="store_true",
-        help="one GPU's share of the whole model (94 GB) beside stock by default; --only rank16 or rank128 for one head count",
+        help="one GPU's share of the model, half of its layers, beside stock by default; --only rank16 for one head count",
     )
     other.add_argument("--rank-long", action="store_true", help="the same with 64,000 tokens of context, 16 heads")
     other.add_argument("--rank-flash", action="store_true", help="the same of GLM-5.3-Flash (86 GB), from 0.30 on")
+    other.add_argument(
+        "--serve",
+        action="store_true",
+        help="a mixed load beside stock, half of the model's depth; --only serve16- for a head count",
+    )
     other.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
     other.add_argument(
         "--context-parallel", type=int, choices=CONTEXT_PARALLEL, metavar="GPUS", help="GPUs that share sequences against one"
@@ -176,6 +206,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "rank": (rank, judge.rank),
         "rank_long": (rank_long, judge.rank),
         "rank_flash": (rank_flash, judge.rank),
+        "serve": (serve, judge.serve),
         "agreement": (agreement, lambda done: judge.agreement(done, todo, out)),
     }
     asked = next((name for name in suites if getattr(args, name, None)), "agreement")
@@ -188,8 +219,10 @@ def main(words: Sequence[str] | None = None) -> int:
         named_models.write_model(checkpoints, model)
 
     parallel = len(todo) if asked in ("load", "prompts") else args.parallel  # what is timed takes turns
-    if asked.startswith("rank"):
+    if asked in ("rank_long", "rank_flash"):
         parallel = 1  # a GPU holds one
+    if asked in ("rank", "serve"):
+        parallel = 2  # a GPU holds the plugin and stock, which take turns
     ran = run(todo, out, checkpoints, parallel=parallel, end=end)
     lines = list(judged(ran))
     left_out = [job.name for job in todo if job.name not in ran]
@@ -202,11 +235,12 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"\n{text}", flush=True)
     if args.record:
         suite = asked.replace("_", " ") + (f" {args.context_parallel}" if args.context_parallel else "")
-        model = {"rank_flash": ", GLM-5.3-Flash", "rank_long": ", long contexts"}.get(asked, "")
+        model = {"rank": ", 31 of 61 layers", "rank_flash": ", GLM-5.3-Flash", "rank_long": ", long contexts"}.get(asked, "")
         times = rank_times(ran, f"vllm {metadata.version('vllm')}{model}")
         if args.only:
             suite += f", only {args.only}"
-        record(args.record, suite, lines, times, who=args.who, commit=args.commit)
+        loads = served_loads(ran, f"vllm {metadata.version('vllm')}")
+        record(args.record, suite, lines, times, loads, who=args.who, commit=args.commit)
     return int(bool(failed or left_out))
 
 

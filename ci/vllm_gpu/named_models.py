@@ -30,21 +30,29 @@ _RANK_EXPERTS: Final = {16: 16, 128: 10}
 eight times as large, 10 leave the same room."""
 
 
-_RANK_POSITIONS: Final = {"rank": 16_384, "ranklong": 65_536}
-"""By the kind of model."""
+RANK_LAYERS: Final = 61
+_RANK_SIZES: Final = {
+    "rank": (16_384, RANK_LAYERS),
+    "ranklong": (65_536, RANK_LAYERS),
+    "half": (16_384, 31),
+    "halfdrafts": (16_384, 31),
+}
+"""Positions and layers, by the kind of model."""
 
 
-def write_rank_config(folder: Path, heads: int, positions: int) -> None:
+def write_rank_config(folder: Path, heads: int, positions: int, layers: int = RANK_LAYERS, *, drafts: bool = False) -> None:
     """The configuration, without weights, of what one of eight GPUs holds of DeepSeek-V3.2.
 
     With 16 heads attention is split by tensor parallelism, with 128 each GPU has requests of its own (data parallelism). All 61
     layers of the real widths, about 94 GB in BF16. One expert serves each token, and the dense layers are an eighth wide.
-    positions: the longest sequence, a multiple of 4,096.
+    positions: the longest sequence, a multiple of 4,096. layers: of them so many; those of a model are alike but for the first
+    three. drafts: with a layer that drafts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     scaling = {**v32_config(heads)["rope_scaling"], "factor": positions // 4096, "original_max_position_embeddings": 4096}
     config = v32_config(heads) | {
-        "num_hidden_layers": 61,
+        "num_hidden_layers": layers,
+        **({"num_nextn_predict_layers": 1} if drafts else {}),
         "hidden_size": 7168,
         "q_lora_rank": 1536,
         "intermediate_size": 2304,
@@ -71,7 +79,8 @@ def write_model(folder: Path, name: str) -> None:
     """Write the checkpoint `name` below a folder: `dense`, or what it is and its heads.
 
     heads16: a small model. drafts16: with a layer that drafts. rank16: one GPU's share of the whole model, without weights.
-    ranklong16: the same for longer sequences. nope16, sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4
+    ranklong16: the same for longer sequences. half16: of half its depth; halfdrafts16: and with a layer that drafts. nope16,
+    sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4
     (`other_models`). rankflash16: as rank16, of the first of them. packed16, awq16: as heads16 in 4 bits
     (`four_bits`).
     """
@@ -79,8 +88,8 @@ def write_model(folder: Path, name: str) -> None:
     heads, to = name.removeprefix(kind), folder / name
     if kind == "dense":
         write_dense_config(to)
-    elif kind in _RANK_POSITIONS:
-        write_rank_config(to, int(heads), _RANK_POSITIONS[kind])
+    elif kind in _RANK_SIZES:
+        write_rank_config(to, int(heads), *_RANK_SIZES[kind], drafts=kind == "halfdrafts")
     elif kind == "rankflash":
         to.mkdir(parents=True, exist_ok=True)
         (to / "config.json").write_text(json.dumps(other_models.glm_rank_config(int(heads)), indent=1))

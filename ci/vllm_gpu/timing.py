@@ -15,9 +15,11 @@ import statistics
 import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+import mixed_load
 import torch
 from checkpoint import SEED, prompts
 from kernel_kinds import by_kind, launches
@@ -41,15 +43,19 @@ def starting(where: Path) -> Generator[None, None, None]:
 
 
 @contextmanager
-def turn(where: Path) -> Generator[None, None, None]:
+def turn(where: Path, *, pinned: bool = True) -> Generator[None, None, None]:
     """Alone on the machine, on the one core that all take turns on; an engine that waits comes before our next turn.
 
     Cores of a shared machine differ by half, and it is the host's time that most of these times are.
+
+    Args:
+        pinned: False for an engine that is to have all its cores, as users' do.
     """
     allowed = os.sched_getaffinity(0)
     with (where / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        os.sched_setaffinity(0, {min(allowed)})
+        if pinned:
+            os.sched_setaffinity(0, {min(allowed)})
         try:
             yield
         finally:
@@ -131,6 +137,25 @@ def rank(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
     print(json.dumps(found["kernels"]), flush=True)
     found["step_us"] = {str(each["batch"]): _step_us(llm, each, where, _RANK_TURNS) for each in options["decodes"]}
     return found
+
+
+def serve(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
+    """A mixed load at each rate of arrival, in turns. Before them one all at once, turn -1: it compiles what no warm-up did.
+
+    Returns: loads, each with its rate, turn, what `mixed_load.measured` says, and the kernels that it compiled. peak_mib: of
+    the allocator. layers: of the model.
+    """
+    config = llm.llm_engine.vllm_config.model_config.hf_config
+    loads: list[dict[str, Any]] = []
+    for number, rate in [(-1, None), *product(range(options["repeats"]), options["rates"])]:
+        requests = mixed_load.trace(options, rate, config.vocab_size)
+        with turn(where, pinned=False), mixed_load.compilations() as compiled:
+            llm.reset_prefix_cache()
+            served = mixed_load.serve(llm.llm_engine, requests)
+        loads.append({"rate": rate, "turn": number, **mixed_load.measured(served), "compiled": dict(compiled)})
+        print(json.dumps(loads[-1]), flush=True)
+    peak = round(torch.accelerator.max_memory_allocated() / 2**20)
+    return {"loads": loads, "peak_mib": peak, "layers": config.num_hidden_layers}
 
 
 def layer_kernels(llm: Any, profiled: Iterable[tuple[int, int]], where: Path) -> dict[str, Any]:

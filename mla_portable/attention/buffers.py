@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.attention.step import Part, StepViews, rows_of
+from mla_portable.attention.step import StepViews, TokenRange, rows_of
 from mla_portable.contracts import InvalidArgument, PrefillChunk, StepPlan
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe
 from mla_portable.kit.defaults import neutral_defaults
@@ -107,15 +107,15 @@ def step_views(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> StepViews
     indices, counts = buffers.indices[:tokens], buffers.counts[:tokens]
     lse, query = (None if tensor is None else tensor[:tokens] for tensor in (buffers.lse, buffers.query))
 
-    def part(begin: int, end: int, shape: tuple[int, ...], chunk: PrefillChunk | None = None) -> Part:
+    def part(begin: int, end: int, shape: tuple[int, ...], chunk: PrefillChunk | None = None) -> TokenRange:
         own = [indices, counts, *(tensor for tensor in (lse, query) if tensor is not None)]
         of_indices, of_counts, *others = (rows_of(tensor, begin, end, shape) for tensor in own)
         gathered = None if chunk is None or workspace is None else (chunk, workspace[: chunk.workspace_rows])
-        return Part(begin, end, shape, of_indices, of_counts, tuple(zip(own[2:], others, strict=True)), gathered)
+        return TokenRange(begin, end, shape, of_indices, of_counts, tuple(zip(own[2:], others, strict=True)), gathered)
 
     begin = plan.num_decode_tokens if decodes else 0
     decode = part(0, begin, (plan.num_decodes, plan.decode_query_len)) if begin else None
-    prefills: list[Part] = []
+    prefills: list[TokenRange] = []
     for chunk in plan.prefill_chunks:
         if begin < chunk.tokens.start:
             prefills.append(part(begin, chunk.tokens.start, (chunk.tokens.start - begin,)))

@@ -14,7 +14,7 @@ from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import DecodeSchedule, InvalidArgument, PlanMismatch, StepPlan
 from mla_portable.contracts.values import describe, refuse
-from mla_portable.kit.rules import check_cache, check_disjoint, check_flat_rows, check_tensor, rows_alignment, shape_of
+from mla_portable.kit.rules import check_cache, check_disjoint, check_flat_rows, check_tensor, facts_of_rows, shape_of
 from mla_portable.primitives.cache_write import check as check_write
 
 _WHERE: Final = "SparseMLAAttention.forward"
@@ -108,7 +108,7 @@ class StepCheck:
 
     def write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str = "pow2") -> None:
         """The tensors of a cache_write that is bound for the spec's cache. Raises: InvalidArgument."""
-        check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format)
+        check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format, self._spec.kv_layout)
         where = "SparseMLAAttention.cache_write"
         check_layer_cache(where, "kv_cache", kv_cache, self._spec, self._device, flat=self._flat)
 
@@ -197,17 +197,16 @@ def check_layer_cache(
     Args:
         block_size: in place of the spec's. flat: it is read as flat rows, which lie behind one another without a gap.
     """
-    layout, size, block_stride, alignment = check_cache(where, argument, cache, device)
+    found = check_cache(where, argument, cache, device, kv_layout=spec.kv_layout)
+    layout, alignment, (blocks, size, _) = spec.layout, found.cache_alignment, cache.shape
+    block_stride = cache.stride(0) if blocks > 1 else 0
     wanted = spec.block_size if block_size is None else block_size
-    if layout.name != spec.kv_layout or size != wanted:
-        got, expected = f"{layout.name}, block_size {size}", f"{spec.kv_layout}, block_size {wanted}, as in the spec"
-        refuse(where, argument, got, expected)
+    if size != wanted:
+        refuse(where, argument, f"block_size {size}", f"{layout.name}, block_size {wanted}, as in the spec")
     if alignment < spec.cache_alignment:
         bytes_apart = block_stride * cache.element_size()
         _refuse_alignment(where, argument, cache, f", block stride {bytes_apart} bytes", spec, alignment)
-    if block_stride not in (0, size * layout.row_width) and (
-        flat or (spec.contiguous_blocks and block_stride % layout.row_pitch)
-    ):
+    if block_stride not in (0, size * layout.row_width) and (flat or (spec.contiguous_blocks and found.uneven_blocks)):
         expected = f"{size * layout.row_width}: the spec promises contiguous blocks, which kernels may rely on"
         remedy = "Build the layer with contiguous_blocks=False for blocks that lie block_stride."
         refuse(where, argument, f"block stride {block_stride}", expected, remedy)
@@ -216,7 +215,7 @@ def check_layer_cache(
 def check_layer_rows(where: str, argument: str, rows: Tensor, spec: AttentionSpec, device: torch.device) -> None:
     """Raises: InvalidArgument unless these are flat rows [W, row width] of the spec's layout, which has no scales."""
     check_flat_rows(where, argument, rows, spec.layout, device)
-    alignment = rows_alignment(rows)
+    alignment = facts_of_rows(rows, spec.layout).cache_alignment
     if alignment < spec.cache_alignment:
         _refuse_alignment(where, argument, rows, "", spec, alignment)
 

@@ -22,8 +22,8 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention.bound_route import bind_route
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.checks import StepCheck, check_sink
-from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
-from mla_portable.attention.route_decision import RouteDecision
+from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
+from mla_portable.attention.route_decision import RouteDecision, check_decided
 from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import JoinQuery, StepViews, join_halves
@@ -53,13 +53,14 @@ class SparseMLAAttention:
         *,
         device: torch.device | str,
         registry: Registry | None = None,
-        backend: BackendChoice = None,
+        backend: ForcedBackend = None,
         workspace: Tensor | None = None,
         attn_sink: Tensor | None = None,
         buffers: StepBuffers | None = None,
         join_query: JoinQuery | None = None,
+        route_decision: RouteDecision | None = None,
     ) -> None:
-        """Choose a route, bind its primitives, allocate what is not given.
+        """Choose a route, bind its primitives, allocate what is not given; the device is the current one meanwhile.
 
         Args:
             spec: shared by the model's layers. device: where they run. registry: None for the process's own.
@@ -68,6 +69,8 @@ class SparseMLAAttention:
             attn_sink: [H] float32, only where `spec.attn_sink`; None there if every `forward` is given its own. buffers: of
                 another layer of the same spec and route.
             join_query: writes the halves of a (ql_nope, q_pe) pair side by side into its third argument; `torch.cat` if None.
+            route_decision: one that was made for this spec and device, by the same registry and backend: it is bound, and no
+                route is chosen. None to choose one.
         Raises: UnsupportedRoute with the reasons against every route; UnknownBackend; InvalidArgument for tensors that do
             not fit the spec.
         """
@@ -82,36 +85,41 @@ class SparseMLAAttention:
             check_type("SparseMLAAttention", "buffers", buffers, StepBuffers, "another layer's `buffers`, or None")
         if join_query is not None and not callable(join_query):
             refuse("SparseMLAAttention", "join_query", describe(join_query), "a function of three tensors, or None")
-        layer_registry = LayerRegistry(registry, backend)
-        self.facts = layer_registry.facts(self.device)
-        self.route_decision: RouteDecision = choose_route(spec, self.facts, layer_registry)
-        verdict = self.route_decision.verdict  # raises where there is none
-        self.route = verdict.route
-        self._bound = bind_route(spec, verdict, layer_registry)
-        formats = self._layout.scale_formats
-        self._scales: dict[str, Any] = {"scale_format": spec.scale_format or formats[0]} if formats else {}
-        write = Request(CACHE_WRITE, self.facts, graph=spec.graph, **spec.cache_facts() | self._scales)
-        self.write_decision = layer_registry.decide(write)
-        self._write: CacheWrite | None = layer_registry.resolve(write).call if self.write_decision.chosen else None
-        self._no_rope = (
-            torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
-        )
         self._accelerator = accelerator(self.device)
-        if attn_sink is not None:
-            check_sink("SparseMLAAttention", spec, attn_sink, self.device)
-        self._attn_sink = attn_sink
-        self._join_query = join_halves if join_query is None else join_query
-        self.buffers = self._ready_buffers(buffers, workspace)
-        kind, reads_in_place = self._bound.schedule_kind, self._bound.prefill_in_place is not None
-        self._check = StepCheck(
-            spec,
-            self.route,
-            self.buffers,
-            device=self.device,
-            flat_cache=reads_in_place and not self._layout.is_quantized,
-            reads_in_place=reads_in_place,
-            schedule_type=kind.schedule_type if kind else None,
-        )
+        with self._accelerator.guard():  # what is tried and bound for a device runs on it
+            layer_registry = LayerRegistry(registry, backend)
+            self.facts = layer_registry.facts(self.device)
+            if route_decision is None:
+                route_decision = choose_route(spec, self.facts, layer_registry)
+            else:
+                check_decided("SparseMLAAttention", route_decision, spec, self.facts, converts=True)
+            self.route_decision: RouteDecision = route_decision
+            verdict = self.route_decision.verdict  # raises where there is none
+            self.route = verdict.route
+            self._bound = bind_route(spec, verdict, layer_registry)
+            formats = self._layout.scale_formats
+            self._scales: dict[str, Any] = {"scale_format": spec.scale_format or formats[0]} if formats else {}
+            write = Request(CACHE_WRITE, self.facts, graph=spec.graph, **spec.cache_facts() | self._scales)
+            self.write_decision = layer_registry.decide(write)
+            self._write: CacheWrite | None = layer_registry.resolve(write).call if self.write_decision.chosen else None
+            self._no_rope = (
+                torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
+            )
+            if attn_sink is not None:
+                check_sink("SparseMLAAttention", spec, attn_sink, self.device)
+            self._attn_sink = attn_sink
+            self._join_query = join_halves if join_query is None else join_query
+            self.buffers = self._ready_buffers(buffers, workspace)
+            kind, reads_in_place = self._bound.schedule_kind, self._bound.prefill_in_place is not None
+            self._check = StepCheck(
+                spec,
+                self.route,
+                self.buffers,
+                device=self.device,
+                flat_cache=reads_in_place and not self._layout.is_quantized,
+                reads_in_place=reads_in_place,
+                schedule_type=kind.schedule_type if kind else None,
+            )
 
     def _ready_buffers(self, buffers: StepBuffers | None, workspace: Tensor | None) -> StepBuffers:
         has_workspace = self.route in WORKSPACE_ROUTES

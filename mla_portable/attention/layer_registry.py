@@ -8,6 +8,7 @@ A name that is forced for one primitive must offer it. No route may leave out wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final
 
@@ -36,7 +37,7 @@ _ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)
 _LAYERS: Final = (*_ATTENTION, CONVERT_INDICES, GATHER_UPCONVERT, CACHE_WRITE)
 """The primitives of a layer."""
 
-BackendChoice = str | Mapping[str, str] | None
+ForcedBackend = str | Mapping[str, str] | None
 """A backend for every primitive that it offers, or one for each primitive named; None lets the registry's policy decide."""
 
 
@@ -44,7 +45,7 @@ class LayerRegistry:
     """Asks the registry, with the forced backend of each primitive."""
 
     def __init__(
-        self, registry: Registry | None, backend: BackendChoice, *, probe: bool = True, where: str = "SparseMLAAttention"
+        self, registry: Registry | None, backend: ForcedBackend, *, probe: bool = True, where: str = "SparseMLAAttention"
     ) -> None:
         """
         Args:
@@ -70,6 +71,10 @@ class LayerRegistry:
     def facts(self, device: torch.device) -> DeviceFacts:
         """What the registry knows about a device."""
         return self._registry.facts(device)
+
+    def guard(self, device: torch.device) -> AbstractContextManager[object]:
+        """Makes a device the current one while something is chosen for it; as `Machine.guard`."""
+        return self._registry.guard(device)
 
     def _argument(self, primitive: Primitive) -> str | None:
         if isinstance(self._backend, Mapping):

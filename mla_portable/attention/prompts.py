@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention.checks import check_layer_cache
-from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
+from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.choose import Registry
 from mla_portable.contracts import Decision, DeviceFacts, PlanMismatch, Request
@@ -102,10 +102,10 @@ class PromptAttention:
         *,
         device: torch.device | str,
         registry: Registry | None = None,
-        backend: BackendChoice = None,
+        backend: ForcedBackend = None,
         key_rows: int | None = None,
     ) -> None:
-        """Bind the primitives.
+        """Bind the primitives; the device is the current one meanwhile.
 
         Args:
             spec: of the model's SparseMLAAttention; `num_heads` are those of this rank. device: where the layers run.
@@ -129,9 +129,11 @@ class PromptAttention:
         check_count(_CLASS, "key_rows", rows, spec.max_num_tokens, INT32_MAX)
         self.spec, self.head_dims, self.key_rows = spec, head_dims, rows
         self.device = device_of(_CLASS, device)
+        self._accelerator = accelerator(self.device)
         layers = LayerRegistry(registry, backend, where=_CLASS)
-        requests = prompt_requests(spec, head_dims, layers.facts(self.device))
-        bound = {name: layers.resolve(request) for name, request in requests.items()}
+        with self._accelerator.guard():  # what is tried and bound for a device runs on it
+            requests = prompt_requests(spec, head_dims, layers.facts(self.device))
+            bound = {name: layers.resolve(request) for name, request in requests.items()}
         self.decisions: dict[str, Decision] = {name: each.decision for name, each in bound.items()}
         self.times = layers.prompt_times(self.decisions["masked"])
         self._attention = {
@@ -141,7 +143,6 @@ class PromptAttention:
         }
         self._gather, self._pack, self._merge = (bound[name].call for name in ("gather", "pack", "merge"))
         self._concat = bound["concat"].call if head_dims.rope else None
-        self._accelerator = accelerator(self.device)
 
     @property
     def scratch_bytes(self) -> int:

@@ -10,6 +10,7 @@ from mla_portable.attention.spec import AttentionSpec
 from mla_portable.choose.select import Standing
 from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
+from mla_portable.contracts.values import check_type, refuse
 from mla_portable.times.prefill import PrefillTimes
 
 Role = Literal["convert", "decode", "prefill", "gather", "in_place"]
@@ -191,6 +192,24 @@ class RouteDecision:
                 for verdict in self.verdicts
             ],
         }
+
+
+def check_decided(where: str, decision: RouteDecision, spec: AttentionSpec, device: DeviceFacts, *, converts: bool) -> None:
+    """A decision that was made before is for such a layer.
+
+    Args:
+        converts: the layer's slots are made by convert_indices; False where they are given to it.
+    Raises: InvalidArgument; UnsupportedRoute where the decision chose no route.
+    """
+    check_type(where, "route_decision", decision, RouteDecision, "a RouteDecision, or None to decide now")
+    remedy = "Build the layer with the decision's own spec, on its device."
+    if decision.spec != spec:
+        refuse(where, "route_decision", "a decision for another spec", f"one for the layer's: {spec}", remedy)
+    if decision.device != device:
+        refuse(where, "route_decision", f"a decision for {decision.device}", f"one for {device}", remedy)
+    if (decision.verdict.part("convert") is not None) != converts:
+        made = "choose_route without `clean_slots`" if converts else "choose_slot_route"
+        refuse(where, "route_decision", "a decision for other indices", f"one of {made}")
 
 
 class UnsupportedRoute(UnsupportedRequest):

@@ -23,8 +23,8 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention.bound_route import decode_parts
 from mla_portable.attention.checks import check_layer_cache, check_layer_rows, check_sink
 from mla_portable.attention.converter import skips_missing_keys
-from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
-from mla_portable.attention.route_decision import RouteDecision, RoutePart
+from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
+from mla_portable.attention.route_decision import RouteDecision, RoutePart, check_decided
 from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.choose import Registry
@@ -62,12 +62,13 @@ TENSORS: Final = TensorTable(
     },
     given="H key value",
 )
+_ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)
 _MOST_WIDTHS: Final = 4
 """Pairs of list widths that schedules are kept for, the spec's among them: each pair has scratch of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part(Generic[F]):
+class _ByLengths(Generic[F]):
     """A bound primitive: for calls without lengths, and for calls with them where it is faster for it (None: it is not)."""
 
     plain: Bound[F]
@@ -119,15 +120,18 @@ class SlotAttention:
         *,
         device: torch.device | str,
         registry: Registry | None = None,
-        backend: BackendChoice = None,
+        backend: ForcedBackend = None,
         clean_slots: bool = False,
+        route_decision: RouteDecision | None = None,
     ) -> None:
-        """Choose and bind what serves; allocate the scratch of decode batches.
+        """Choose and bind what serves; allocate the scratch of decode batches. The device is the current one meanwhile.
 
         Args:
             spec: with decode_query_len 1, no lse and no share: nothing else is served. device, registry, backend: as of
                 SparseMLAAttention. clean_slots: the promise `Request.clean_indices` about the slots of all calls: each is -1 or
                 a row of the cache or workspace, lengths are 0 to K, and a slot past a length is -1. It may save a pass.
+            route_decision: of `choose_slot_route` for this device, by the same registry and backend, with the same
+                `clean_slots`: it is bound, and no route is chosen. `spec` is then the decision's. None to choose one.
         Raises: UnsupportedRoute with the reasons against every implementation; UnknownBackend; InvalidArgument.
         """
         check_type("SlotAttention", "spec", spec, AttentionSpec, "an AttentionSpec")
@@ -138,38 +142,43 @@ class SlotAttention:
             raise InvalidArgument("SlotAttention", "spec.share", got=spec.share, expected="the whole of each sequence")
         self.spec = spec
         self.device = device_of("SlotAttention", device)
-        demand = LayerRegistry(registry, backend, where="SlotAttention")
-        self.facts = demand.facts(self.device)
         self._accelerator = accelerator(self.device)
-        self.route_decision = choose_slot_route(spec, self.facts, demand, clean_slots=clean_slots)
-        verdict = self.route_decision.verdict  # raises where there is none
-        decoding = decode_parts(verdict)
-        self._decoders = tuple(_bound(part, SPARSE_DECODE, demand) for part in decoding)
-        self._most_rows = tuple(part.most_rows for part in decoding if part.most_rows is not None)
-        prefill = verdict.part("prefill")
-        assert prefill is not None  # of both routes
-        self._prefill = _bound(prefill, SPARSE_PREFILL, demand) if verdict.route == "direct" else None
-        decoder = self._decoders[-1].plain if self._decoders else None
-        self._kind = decoder.implementation.schedule_kind if decoder else None
-        self._limits = ScheduleLimits(
-            device=self.device,
-            num_heads=spec.num_heads,
-            topk=spec.topk,
-            extra_topk=spec.extra_topk,
-            max_num_rows=spec.max_num_reqs,
-            num_sms=self.facts.num_sms,
-            arch=self.facts.arch,
-            max_scratch_bytes=spec.max_scratch_bytes,
-            batch_invariant=spec.batch_invariant,
-            request=decoder.request if decoder else None,
-        )
-        self._planners: dict[tuple[int, int], SchedulePlanner | LengthsPlanner] = {}
-        self._schedules: dict[tuple[int, int, int], DecodeSchedule] = {}
-        with neutral_defaults(), self._accelerator.guard():
-            if self._kind is not None:
-                self._planner(self._kind, spec.topk, spec.extra_topk)
-            # what is not asked for is written all the same
-            self._lse = torch.empty((spec.max_num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
+        with self._accelerator.guard():  # what is tried and bound for a device runs on it
+            demand = LayerRegistry(registry, backend, where="SlotAttention")
+            self.facts = demand.facts(self.device)
+            if route_decision is None:
+                route_decision = choose_slot_route(spec, self.facts, demand, clean_slots=clean_slots)
+            else:
+                _check_decided(route_decision, spec, self.facts, clean_slots)
+            self.route_decision = route_decision
+            verdict = self.route_decision.verdict  # raises where there is none
+            decoding = decode_parts(verdict)
+            self._decoders = tuple(_bound(part, SPARSE_DECODE, demand) for part in decoding)
+            self._most_rows = tuple(part.most_rows for part in decoding if part.most_rows is not None)
+            prefill = verdict.part("prefill")
+            assert prefill is not None  # of both routes
+            self._prefill = _bound(prefill, SPARSE_PREFILL, demand) if verdict.route == "direct" else None
+            decoder = self._decoders[-1].plain if self._decoders else None
+            self._kind = decoder.implementation.schedule_kind if decoder else None
+            self._limits = ScheduleLimits(
+                device=self.device,
+                num_heads=spec.num_heads,
+                topk=spec.topk,
+                extra_topk=spec.extra_topk,
+                max_num_rows=spec.max_num_reqs,
+                num_sms=self.facts.num_sms,
+                arch=self.facts.arch,
+                max_scratch_bytes=spec.max_scratch_bytes,
+                batch_invariant=spec.batch_invariant,
+                request=decoder.request if decoder else None,
+            )
+            self._planners: dict[tuple[int, int], SchedulePlanner | LengthsPlanner] = {}
+            self._schedules: dict[tuple[int, int, int], DecodeSchedule] = {}
+            with neutral_defaults():
+                if self._kind is not None:
+                    self._planner(self._kind, spec.topk, spec.extra_topk)
+                # what is not asked for is written all the same
+                self._lse = torch.empty((spec.max_num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
 
     def _planner(self, kind: ScheduleKind, topk: int, extra_topk: int) -> SchedulePlanner | LengthsPlanner | None:
         """Of the schedules for lists of these widths; None where schedules are kept for as many other widths as may be."""
@@ -406,10 +415,19 @@ class SlotAttention:
         return torch.empty(shape, dtype=torch.bfloat16, device=q.device)
 
 
-def _bound(part: RoutePart, primitive: Primitive[F], demand: LayerRegistry) -> _Part[F]:
+def _check_decided(decision: RouteDecision, spec: AttentionSpec, facts: DeviceFacts, clean_slots: bool) -> None:
+    """A decision that was made before is for these slots."""
+    where = "SlotAttention"
+    check_decided(where, decision, spec, facts, converts=False)
+    attention = [p.decision.request for p in decision.verdict.parts if p.decision.request.primitive in _ATTENTION]
+    if any(each.clean_indices != clean_slots for each in attention):
+        refuse(where, "route_decision", f"a decision with clean_slots={not clean_slots}", f"clean_slots={clean_slots}")
+
+
+def _bound(part: RoutePart, primitive: Primitive[F], demand: LayerRegistry) -> _ByLengths[F]:
     """What a part's decision chose, for calls without lengths and, where it skips missing keys, with them."""
     plain = demand.bound(part.decision, primitive)
     if not skips_missing_keys(plain.implementation):
-        return _Part(plain, None)
+        return _ByLengths(plain, None)
     skipping = demand.also(part.decision, lengths=True, extra_lengths=part.decision.request.extra_cache)
-    return _Part(plain, demand.bound(skipping, primitive) if skipping.request.lengths else None)
+    return _ByLengths(plain, demand.bound(skipping, primitive) if skipping.request.lengths else None)

@@ -20,7 +20,7 @@ JoinQuery = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class TokenRange:
     """The tokens of one call.
 
     Attributes:
@@ -62,8 +62,8 @@ class StepViews:
     counts: Tensor
     lse: Tensor | None
     query: Tensor | None
-    decode: Part | None
-    prefills: tuple[Part, ...]
+    decode: TokenRange | None
+    prefills: tuple[TokenRange, ...]
     end: int
 
     def join_query(self, pair: tuple[Tensor, Tensor], join: JoinQuery) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention, SparseMLAAttention
-from mla_portable.attention.layer_registry import BackendChoice
+from mla_portable.attention.layer_registry import ForcedBackend
 from mla_portable.attention.step import JoinQuery
 from mla_portable.bench.timing import captured, measure_in_turns
 from mla_portable.contracts import Batch
@@ -102,7 +102,7 @@ def make_layer(
     topk: int = DEEPSEEK_V32.topk,
     max_num_tokens: int = 8192,
     max_model_len: int = 16_384,
-    backend: BackendChoice = None,
+    backend: ForcedBackend = None,
     join_query: JoinQuery | None = None,
     seed: int = 0,
 ) -> PromptLayer:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
-from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
+from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
 from mla_portable.attention.routes import route_requests
 from mla_portable.bench.candidates import prepared
 from mla_portable.bench.kernels import Progress
@@ -136,7 +136,7 @@ def run_step(
     *,
     device: torch.device,
     registry: Registry | None = None,
-    backend: BackendChoice = None,
+    backend: ForcedBackend = None,
     route: str = "auto",
     repeat: int = 5,
     check_rows: int = 64,
@@ -256,8 +256,9 @@ def _judge(inputs: StepInputs, rows: Tensor, out: Tensor, lse: Tensor) -> tuple[
         inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
     )
     here = rows.to(out.device)
-    want = attend(inputs.q[here], inputs.kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
-    storage = shape.scale_format if LAYOUTS[shape.kv_layout].is_quantized else "bf16"
+    want = attend(inputs.q[here], inputs.kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, kv_layout=shape.kv_layout)
+    layout = LAYOUTS[shape.kv_layout]
+    storage = layout.tolerance_of(shape.scale_format if layout.is_quantized else None)
     got = {"out": out[here].cpu(), "lse": lse[here].cpu()}
     return tuple(findings(storage, got, {"out": want[0], "lse": want[1]}, rows=rows))
 

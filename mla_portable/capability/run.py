@@ -37,6 +37,7 @@ _BOUND_TO: Final = ("release", "commit", "device", "target", "who", "driver", "v
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Milliseconds = _Microseconds
 _Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*$")]
 
 
@@ -162,6 +163,44 @@ class EngineTime(Model):
         return self.engine, self.backend, self.heads, self.quantity, self.requests, self.tokens, self.kernels
 
 
+class Waits(Model):
+    """Milliseconds that requests waited, over all of them."""
+
+    mean: _Milliseconds
+    p50: _Milliseconds
+    p99: _Milliseconds
+
+
+class EngineLoad(Model):
+    """A mixed load that an engine served, on one rank's share of a model (`ci/gpu_vllm --serve`).
+
+    Attributes:
+        engine, backend, heads: as in EngineTime. layers: of the model that ran. mode: how the engine was started. rate:
+            requests a second, None where all come at once. turn: the same load is served several times.
+        requests: of the load. tokens_s: output tokens a second, all requests together.
+        first_ms: from arrival to the first token. between_ms: between the tokens of a request.
+        compiled: kernels that were compiled, or read from the disk, while requests waited, by name.
+    """
+
+    engine: Text
+    backend: Text
+    heads: Positive
+    layers: Positive
+    mode: Text
+    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    turn: Annotated[int, Field(ge=0)]
+    requests: Positive
+    tokens_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    first_ms: Waits
+    between_ms: Waits
+    compiled: dict[Text, Positive] = Field(default_factory=dict)
+
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """What was served; a file has one of it."""
+        return self.engine, self.backend, self.heads, self.layers, self.mode, self.rate or 0.0, self.turn, self.requests
+
+
 class Run(Model):
     """What a file holds.
 
@@ -171,7 +210,7 @@ class Run(Model):
         device: as in DeviceFacts. target: the architecture whose code ran, where that is not the device's own.
         driver: its version. clocks: MHz and watts by nvidia-smi's names. versions: of the software that ran.
         level: of the suite, None where it did not run. suite: SHA-256 of the ids of the cases, sorted, a line each.
-        comparisons, engine_times: of engines.
+        comparisons, engine_times, engine_loads: of engines.
     """
 
     version: Literal[1] = Field(alias="schema")
@@ -191,6 +230,7 @@ class Run(Model):
     times: list[Time] = Field(default_factory=list[Time], fail_fast=True)
     comparisons: list[Comparison] = Field(default_factory=list[Comparison], fail_fast=True)
     engine_times: list[EngineTime] = Field(default_factory=list[EngineTime], fail_fast=True)
+    engine_loads: list[EngineLoad] = Field(default_factory=list[EngineLoad], fail_fast=True)
 
     @property
     def device_name(self) -> str:
@@ -242,6 +282,7 @@ def combined(old: Run, new: Run) -> Run:
     times = {time.size: time for time in (*old.times, *new.times)}
     compared = {(each.engine, each.suite, each.name): each for each in (*old.comparisons, *new.comparisons)}
     engines = {time.size: time for time in (*old.engine_times, *new.engine_times)}
+    loads = {load.size: load for load in (*old.engine_loads, *new.engine_loads)}
     return old.model_copy(
         update={
             "dirty": None if old.dirty is None or new.dirty is None else sorted({*old.dirty, *new.dirty}),
@@ -252,6 +293,7 @@ def combined(old: Run, new: Run) -> Run:
             "times": [times[size] for size in sorted(times)],
             "comparisons": list(compared.values()),
             "engine_times": list(engines.values()),
+            "engine_loads": list(loads.values()),
         }
     )
 
@@ -261,7 +303,7 @@ def run_text(run: Run) -> str:
     fields = run.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     parts: list[str] = []
     for name, value in fields.items():
-        rows = name in ("cases", "times", "comparisons", "engine_times")
+        rows = name in ("cases", "times", "comparisons", "engine_times", "engine_loads")
         text = "[\n" + ",\n".join(map(_json, value)) + "\n]" if rows else _json(value)
         parts.append(f"{_json(name)}: {text}")
     return "{" + ",\n".join(parts) + "}\n"

@@ -9,6 +9,7 @@ name says so: capability numbers are shared between vendors.
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Final, cast
@@ -19,6 +20,9 @@ from mla_portable.accelerator import accelerator, device_count
 from mla_portable.contracts import Detector, DeviceFacts, InvalidArgument
 from mla_portable.contracts.values import check_type
 
+HYGON_NAMES: Final = re.compile(r"\b(hygon|dcu|k100|bw\d|bw\b)", re.IGNORECASE)
+HYGON_ARCHS: Final = ("gfx928", "gfx936", "gfx938")
+"""Of Hygon's DCUs, which a torch built for HIP drives like AMD's parts."""
 NVIDIA_NAMES: Final = ("nvidia", "tesla", "geforce", "quadro", "titan", "grid")
 """First words of an NVIDIA device's name; drivers of the V100 and T4 era leave the vendor out."""
 LIBRARIES: Final = ("torch", "triton")
@@ -34,7 +38,7 @@ class RawDevice:
         capability: (major, minor), None where the device type has none.
         gcn_arch: AMD's architecture with its feature suffixes, "" elsewhere.
         num_sms, shared_memory (bytes, opted in), warp_size, memory_bytes: 0 where torch does not say.
-        hip: torch was built for HIP.
+        hip: torch was built for HIP. bf16: torch computes in bfloat16 there; of HIP devices, True where it was not asked.
         libraries: (name, version) pairs, sorted by name.
     """
 
@@ -47,6 +51,7 @@ class RawDevice:
     warp_size: int = 0
     memory_bytes: int = 0
     hip: bool = False
+    bf16: bool = True
     libraries: tuple[tuple[str, str], ...] = ()
 
 
@@ -114,6 +119,7 @@ def collect(device: torch.device) -> RawDevice:
         warp_size=int(getattr(properties, "warp_size", 0)),
         memory_bytes=int(getattr(properties, "total_memory", 0)),
         hip=torch.version.hip is not None,
+        bf16=torch.version.hip is None or where.computes_bf16(),
         libraries=library_versions(),
     )
 
@@ -146,7 +152,7 @@ def interpret(raw: RawDevice) -> DeviceFacts:
     if raw.device_type == "cpu":
         found.update(warp_size=1, graph_capture=False)
     elif raw.hip and raw.gcn_arch:
-        found = _amd(raw)
+        found = _hip(raw)
     elif raw.device_type == "cuda" and raw.capability is not None:
         found = {"vendor": "unknown", "arch": f"cc{major}{minor}", "has_fp64": False}
         if raw.name.lower().startswith(NVIDIA_NAMES):
@@ -159,14 +165,14 @@ def interpret(raw: RawDevice) -> DeviceFacts:
     return DeviceFacts(name=raw.name or "unnamed device", **shared, **found)
 
 
-def _amd(raw: RawDevice) -> dict[str, Any]:
+def _hip(raw: RawDevice) -> dict[str, Any]:
     arch = raw.gcn_arch.partition(":")[0]  # "gfx942:sramecc+:xnack-" -> "gfx942"
     return {
-        "vendor": "amd",
+        "vendor": "hygon" if arch in HYGON_ARCHS or HYGON_NAMES.search(raw.name) else "amd",
         "arch": arch,
         # Wavefronts have 64 lanes on GCN and CDNA (gfx9...) and 32 on RDNA, whose kernels torch builds that way.
         "warp_size": 64 if arch.startswith("gfx9") else 32,
-        "has_bf16": arch.startswith(("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")),
+        "has_bf16": raw.bf16,
         # Up to gfx942 the hardware's e4m3 is the FNUZ format, whose bytes mean half of what the cache's bytes mean;
         # OCP e4m3 is native on CDNA4 (gfx950) and RDNA4 (gfx12).
         "has_fp8_conversion": arch == "gfx950" or arch.startswith("gfx12"),

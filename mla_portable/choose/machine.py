@@ -6,13 +6,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from mla_portable.accelerator import device_names
+from mla_portable.accelerator import accelerator, device_names
 from mla_portable.choose.facts import ask_detector, collect, interpret, resolve_device
 from mla_portable.choose.faults import blame, first_line, is_fatal
 from mla_portable.choose.limits import DEFAULT_SECONDS, PluginTimeout, isolated, running
@@ -107,6 +107,12 @@ class Machine:
                 known = self._facts[name]
         self._devices[known] = found
         return known
+
+    def guard(self, device: torch.device | str) -> AbstractContextManager[object]:
+        """Makes a device the current one of its type in a `with` block: what is tried for it runs there, though another one
+        has equal facts. Nothing is done for a simulated one. Raises: as `facts`.
+        """
+        return nullcontext() if self._simulation_of(device) else accelerator(resolve_device(device)).guard()
 
     def _simulation_of(self, device: torch.device | str) -> DeviceFacts | None:
         name = str(device)

@@ -15,7 +15,7 @@ import pluggy
 from mla_portable._version import __version__
 from mla_portable.choose.limits import PluginTimeout, limited
 from mla_portable.choose.names import CORE_DISTRIBUTION, CORE_MODULE
-from mla_portable.choose.registrar import StagingRegistrar, Taken
+from mla_portable.choose.registrar import CollectingRegistrar, Taken
 from mla_portable.contracts import ENTRY_POINT_GROUP, PROJECT_NAME, BackendSpec, PluginError
 from mla_portable.contracts.values import check_type, describe, refuse
 
@@ -92,14 +92,14 @@ class PluginCaller:
         """seconds: the time limit for importing a plugin and for its hook."""
         self._seconds, self._manager = seconds, _plugin_manager()
 
-    def call(self, source: PluginSource, taken: Taken) -> StagingRegistrar:
+    def call(self, source: PluginSource, taken: Taken) -> CollectingRegistrar:
         """Import a plugin and let it register. Returns all that it registered.
 
         Args:
             taken: the offers that other plugins made before.
         Raises: PluginTimeout; PluginError; whatever the plugin raises.
         """
-        registrar = StagingRegistrar(source.name, taken)
+        registrar = CollectingRegistrar(source.name, taken)
         try:
             limited(f"loading the plugin {source.name}", self._seconds, partial(_call, self._manager, source, registrar))
         except PluginTimeout:
@@ -116,7 +116,7 @@ def _plugin_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _call(manager: pluggy.PluginManager, source: PluginSource, registrar: StagingRegistrar) -> None:
+def _call(manager: pluggy.PluginManager, source: PluginSource, registrar: CollectingRegistrar) -> None:
     _require_core(source)
     plugin = source.load()
     try:

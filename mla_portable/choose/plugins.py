@@ -16,7 +16,7 @@ from mla_portable.choose.faults import first_line
 from mla_portable.choose.limits import DEFAULT_SECONDS, limited
 from mla_portable.choose.names import ADAPTERS, CORE_MODULE
 from mla_portable.choose.plugin_sources import PluginCaller, PluginSource
-from mla_portable.choose.registrar import StagingRegistrar, Taken, take
+from mla_portable.choose.registrar import CollectingRegistrar, Taken, take
 from mla_portable.contracts import Baseline, Detector, Engine, Implementation, PluginError, Tunable, Variable
 from mla_portable.errors import printable
 from mla_portable.times.files import TimesFile
@@ -99,7 +99,7 @@ def load_plugins(
     own = _own_adapters()
     taken: Taken = {name: adapter for staged in own for name, adapter in staged.taken.items()}
     reports: list[PluginReport] = []
-    loaded: list[tuple[str, StagingRegistrar]] = []
+    loaded: list[tuple[str, CollectingRegistrar]] = []
     times: list[TimesFile] = []
     for source in sources:
         report = PluginReport(source.name, source.module, source.distribution, source.version, ok=True)
@@ -132,11 +132,11 @@ def load_plugins(
     )
 
 
-def _own_adapters() -> list[StagingRegistrar]:
+def _own_adapters() -> list[CollectingRegistrar]:
     """What the adapters of this package declare, in order. They are imported here; none of them imports its engine."""
-    found: list[StagingRegistrar] = []
+    found: list[CollectingRegistrar] = []
     for name in ADAPTERS:
-        registrar = StagingRegistrar(name.rpartition(".")[2], {})
+        registrar = CollectingRegistrar(name.rpartition(".")[2], {})
         import_module(f"mla_portable.{name}.registration").mla_portable_register(registrar)
         found.append(registrar)
     return found

@@ -7,21 +7,23 @@ implementation does not know whether one can hold its calls (`Support.probes_gra
 Whatever the implementation does wrong is a reason not to use it: anything that `check`, `bind` or a call raises (SystemExit and
 panics of extension modules included), a wrong value, a call that does not finish. Out of memory and device faults are raised to
 the caller instead, with the implementation's name, because they say nothing about it or leave the device unusable. A launch
-that the driver refuses (no code for this architecture, too many resources) ran nothing and is a reason. Exceptions of the
-registry's own code (making a problem, reading results back, the oracle), and an interrupt by the user, are raised unchanged.
+that the driver refuses (no code for this architecture, too many resources) ran nothing and is a reason. What making or judging
+a problem raises, which is code of the primitive, of its oracle and of the cache layout, is a fault of the problem (`Unjudged`):
+the implementation is not offered, for nothing is known about it. An interrupt by the user is raised unchanged.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 
 from mla_portable.accelerator import Accelerator, accelerator
-from mla_portable.choose.faults import blame, first_line, is_fatal, text_of
+from mla_portable.choose.faults import blame, contained, first_line, is_fatal, text_of
 from mla_portable.choose.limits import PluginTimeout, isolated
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Reason
 from mla_portable.errors import printable
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from mla_portable.judge.problems.probe import ProbeCase
     from mla_portable.judge.problems.stage import Problem, Results
 
+T = TypeVar("T")
 Stage = Literal["check", "bind", "compute", "compare"]
 STAGES: Final[tuple[Stage, ...]] = ("check", "bind", "compute", "compare")
 
@@ -81,6 +84,10 @@ class ProbeReport:
 
 class Unfinished(Reason):
     """Code of an implementation did not finish within its limit."""
+
+
+class Unjudged(Reason):
+    """The problem of an implementation could not be built or judged: it is not known whether the implementation is right."""
 
 
 def run_check(implementation: Implementation, facts: DeviceFacts, device: torch.device, limit: float) -> tuple[Reason, ...]:
@@ -134,8 +141,12 @@ def probe_implementation(
     names: list[str] = []
     if not reasons:
         with neutral_defaults(), torch.no_grad():
-            for case in cases:
+            for case in _drawn(implementation, device, layout, cases):
                 require_no_capture(implementation, device)
+                if isinstance(case, Unjudged):
+                    names.append("problem")
+                    outcomes.append(Outcome(STAGES[0], case))
+                    break
                 names.append(case.name)
                 outcomes.append(solve(implementation, case, device, limit))
                 if isinstance(outcomes[-1].reason, Unfinished):
@@ -178,11 +189,19 @@ class Outcome(NamedTuple):
 
 def solve(implementation: Implementation, case: ProbeCase, device: torch.device, limit: float) -> Outcome:
     """One problem: only what `bind` and the calls do counts against the implementation."""
-    problem = case.build(device)
+    where = f"case {case.name}"
+    replayed = implementation.support.probes_graph and case.request.graph
+
+    def build() -> tuple[Problem, Problem | None]:
+        return case.build(device), case.build(device) if replayed else None
+
+    built = _of_problem("built", implementation, device, where, build)
+    if isinstance(built, Unjudged):
+        return Outcome(STAGES[0], built)
+    problem, fresh = built
     given = [True]  # whether each call is given its outputs
     if case.repeat:  # without outputs twice: each call must return memory of its own
         given += [False, False] if problem.outputs else [True]
-    fresh = case.build(device) if implementation.support.probes_graph and case.request.graph else None
     reached: Stage = "bind"
     kept: list[object] = []  # a graph's results lie in its memory
 
@@ -205,7 +224,6 @@ def solve(implementation: Implementation, case: ProbeCase, device: torch.device,
         accelerator(device).synchronize()  # a fault of a kernel surfaces here
         return returned
 
-    where = f"case {case.name}"
     try:
         returned = isolated(f"probe of {_name(implementation)} ({where})", device, limit, run)
     except PluginTimeout:
@@ -217,10 +235,39 @@ def solve(implementation: Implementation, case: ProbeCase, device: torch.device,
         return Outcome(reached, _reason(implementation, f"{reached} raised {first_line(error)}", where))
     if isinstance(returned, str):
         return Outcome(reached, _reason(implementation, returned, where))
-    stage, symptom, place = _compare(problem, given, returned)
+    compared = _of_problem("judged", implementation, device, where, partial(_compare, problem, given, returned))
+    if isinstance(compared, Unjudged):
+        return Outcome("compute", compared)
+    stage, symptom, place = compared
     if not symptom:
         return Outcome(stage, None)
     return Outcome(stage, _reason(implementation, symptom, f"{where}, {place}" if place else where))
+
+
+def _drawn(
+    implementation: Implementation, device: torch.device, layout: str | None, cases: Iterable[ProbeCase]
+) -> Iterator[ProbeCase | Unjudged]:
+    """The cases, each made when it is asked for; last an Unjudged where making one failed."""
+    left, where = iter(cases), "its sizes" if layout is None else f"its sizes on {layout}"
+    while (case := _of_problem("built", implementation, device, where, lambda: next(left, None))) is not None:
+        yield case
+
+
+def _of_problem(
+    done: Literal["built", "judged"], implementation: Implementation, device: torch.device, where: str, work: Callable[[], T]
+) -> T | Unjudged:
+    """What `work` on a problem returns; an Unjudged where it raises. done: what it does with the problem.
+
+    Raises: out of memory and faults of the device, with the implementation's name.
+    """
+    try:
+        return contained(work)
+    except Exception as error:
+        if is_fatal(error, device.type):
+            blame(error, f"raised while the problem of {_name(implementation)} was {done} (probe, {where})")
+            raise
+        remedy = "the problem is at fault, not what it tries: report it to the authors of the primitive, or of the cache layout"
+        return Unjudged("probe", f"problem could not be {done}: {first_line(error)}", where, remedy)
 
 
 def _captured(call: Callable[[], object], where: Accelerator) -> tuple[Any, object]:

@@ -29,7 +29,7 @@ _MOST_NOTES: Final = 10
 """On one file of times."""
 
 
-class StagingRegistrar:
+class CollectingRegistrar:
     """The registrar of one plugin; what it holds counts only once the hook has returned."""
 
     def __init__(self, plugin: str, taken: Mapping[tuple[str, str], str]) -> None:

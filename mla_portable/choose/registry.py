@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, cast
@@ -124,7 +125,7 @@ class Registry:
         self._names_checked: set[tuple[Rule, ...]] = set()
         self._selected: dict[_Key, tuple[Implementation | None, Decision]] = {}
         self._bound: dict[tuple[str, Request], Any] = {}
-        self.served: dict[tuple[Any, ...], Any] = {}
+        self.dispatched: dict[tuple[Any, ...], Any] = {}
         """For the public functions' own cache in front of `bind`: it goes where the registry goes."""
         self._kept: dict[tuple[Hashable, object], Any] = {}
         self._logged: set[object] = set()
@@ -202,7 +203,7 @@ class Registry:
             self._generation += 1
             self._selected.clear()
             self._bound.clear()
-            self.served.clear()
+            self.dispatched.clear()
             self._kept.clear()
 
     def _use_times(self, own: OwnTimes) -> None:
@@ -253,6 +254,10 @@ class Registry:
     def facts(self, device: torch.device | str) -> DeviceFacts:
         """As `Machine.facts`."""
         return self._machine.facts(device)
+
+    def guard(self, device: torch.device | str) -> AbstractContextManager[object]:
+        """As `Machine.guard`."""
+        return self._machine.guard(device)
 
     def probe(self, implementation: Implementation, device: torch.device | str, *, layout: str | None = None) -> ProbeReport:
         """As `Machine.probe`. A choice does not ask this: it computes one problem of the request's own sizes and features."""

@@ -16,10 +16,13 @@ from typing import Final, NamedTuple, Protocol
 from mla_portable.choose.names import AUTO, REFERENCE
 from mla_portable.choose.policy import Policy, disabled_reason
 from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
+from mla_portable.contracts.support import ONLY_WHEN_FORCED
 
 Finding = Callable[[Implementation], tuple[Reason, ...]]
 """Looks at the machine: the reasons why an implementation must not be used there."""
 
+DEVICE_TYPE: Final = "device type"
+"""The subject of a reason against all devices of a type, of a declaration or of a check."""
 _TIE: Final = 0.03
 """Measured costs that exceed the least by this share of it, or less, are a tie."""
 
@@ -74,14 +77,20 @@ class _Candidate:
     reasons: tuple[Reason, ...]
     fits_device: bool
     disabled: bool
+    lacks_type: bool = False
+    """Its check says that it does not run on devices of this type."""
     checked: bool = False
     probed: bool = False
     passed_over: bool = False
+    reserved: Reason | None = None
+    """Of the reference: the reason that holds while something else may run on the device."""
 
     def examine(self, check: Finding | None, probe: Finding | None) -> None:
         """Ask the machine, once each: `check` where the device is right, `probe` where nothing speaks against a run."""
         if check and not self.checked and self.fits_device and not self.disabled:
-            self.reasons += check(self.implementation)
+            found = check(self.implementation)
+            self.lacks_type = any(reason.subject == DEVICE_TYPE for reason in found)
+            self.reasons += found
             self.checked = True
         if probe and not self.probed and not self.reasons:
             self.reasons += probe(self.implementation)
@@ -117,7 +126,8 @@ def decide(
         plugin_failures: (plugin, what became of it), handed through to the decision.
     Returns: the first candidate without a reason, by `Ranking`, then declared cost, then name; among the forced ones when a
         backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device was checked.
-        An automatic choice gives an accelerator to the reference only where no other candidate fits the device.
+        An automatic choice gives an accelerator to the reference only where no other candidate fits the device: by its
+        declaration, and by its check where that has a reason on the device type.
     """
     everyone = list(candidates)
     rule = policy.rule_for(request.primitive)
@@ -129,13 +139,18 @@ def decide(
     ranking = Ranking(c.standing for c in compared)
     _tell_ties([c for c in compared if ranking.tied(c.standing)])
 
-    def rank(c: _Candidate) -> tuple[tuple[bool, float], float, str]:
-        return ranking.key(c.standing), c.implementation.preference, c.implementation.name
+    def rank(c: _Candidate) -> tuple[bool, tuple[bool, float], float, str]:
+        low = (
+            c.implementation.support.accuracy == "low" and c.implementation.name != rule.target
+        )  # a backend's others come first
+        return low, ranking.key(c.standing), c.implementation.preference, c.implementation.name
 
     ranked.sort(key=rank)
     pool = [c for c in ranked if rule.target in (AUTO, c.implementation.backend, c.implementation.name)]
     chosen: _Candidate | None = None
     for candidate in pool:
+        if candidate.reserved is not None and not _another_fits(ranked, maybe_others=bool(unloaded)):
+            candidate.reasons = tuple(reason for reason in candidate.reasons if reason is not candidate.reserved)
         candidate.examine(check, probe)
         if not candidate.reasons:
             chosen = candidate
@@ -171,13 +186,13 @@ def _unloaded(policy: Policy, everyone: Sequence[Implementation]) -> list[Verdic
 def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *, maybe_others: bool) -> None:
     """Give the reference a reason where it would serve an accelerator in the place of an implementation made for it.
 
-    A plugin that is disabled, and so not imported, may have one (`maybe_others`).
+    A plugin that is disabled, and so not imported, may have one (`maybe_others`). The reason falls where checks find out later
+    that nothing else runs on this type of device.
     """
-    others = maybe_others or any(c.fits_device for c in candidates if c.implementation.name != REFERENCE)
-    if device.device_type == "cpu" or not others:
+    if device.device_type == "cpu" or not _another_fits(candidates, maybe_others=maybe_others):
         return
     reason = Reason(
-        "device type",
+        DEVICE_TYPE,
         device.device_type,
         "plain torch serves an accelerator only where it is named or nothing else fits",
         'backend="reference" runs it slowly, in plain torch',
@@ -185,6 +200,12 @@ def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *,
     for candidate in candidates:
         if candidate.implementation.name == REFERENCE:
             candidate.reasons += (reason,)
+            candidate.reserved = reason
+
+
+def _another_fits(candidates: Sequence[_Candidate], *, maybe_others: bool) -> bool:
+    """Something else than the reference may run on the device, as far as declarations, and the checks so far, say."""
+    return maybe_others or any(c.fits_device and not c.lacks_type for c in candidates if c.implementation.name != REFERENCE)
 
 
 def _tell_ties(tied: Sequence[_Candidate]) -> None:
@@ -193,9 +214,16 @@ def _tell_ties(tied: Sequence[_Candidate]) -> None:
         candidate.cost_source += f" tie within {_TIE:.0%}, declared cost {candidate.implementation.preference:g} decides;"
 
 
+def _only_when_forced(candidate: Implementation) -> Reason:
+    """Why an implementation of low accuracy is not chosen automatically."""
+    return Reason("low accuracy", "", ONLY_WHEN_FORCED, f'backend="{candidate.name}" takes it')
+
+
 def _first_look(candidate: Implementation, request: Request, policy: Policy, costs: CostTable | None) -> _Candidate:
     """What can be said without the machine: switched off, unsupported, and the cost."""
     off = policy.against(candidate)
+    if candidate.support.accuracy == "low" and policy.rule_for(request.primitive).target == AUTO:
+        off += (_only_when_forced(candidate),)
     measured = costs(candidate, request) if costs else None
     cost, source = measured or (candidate.preference, "declared")
     return _Candidate(
@@ -205,7 +233,7 @@ def _first_look(candidate: Implementation, request: Request, policy: Policy, cos
         measured=measured is not None,
         reasons=off + candidate.support.reasons(request),
         fits_device=not any(candidate.support.device_reasons(request.device)),
-        disabled=bool(off),
+        disabled=bool(policy.against(candidate)),
     )
 
 

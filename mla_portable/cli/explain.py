@@ -38,6 +38,7 @@ _TYPICAL: dict[str, Any] = {
     **{each.name: each.default for each in _FLAGS},
     "lse": True,
     "selection": True,
+    "ordered": True,
 }
 """Facts of a call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
@@ -242,7 +243,7 @@ def _ask_for_the_rest(decision: Decision | RouteDecision, backend: str | None) -
     from mla_portable.attention.prompts import HeadDims, prompt_requests
     from mla_portable.dispatch import current_registry
     from mla_portable.engines.common.asked import indexer_requests
-    from mla_portable.engines.common.prompts import refusals
+    from mla_portable.engines.common.prompt_route import refusals
 
     spec, facts, head_dims = decision.spec, decision.device, HeadDims()
     registry = current_registry()

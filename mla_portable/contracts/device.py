@@ -22,7 +22,7 @@ class DeviceFacts:
         arch: the name kernels are compiled for: "sm90", "gfx942", "ivcore11", "cpu".
         device_type: torch's device type, "cuda" for every GPU that torch drives through its CUDA interface.
         num_sms: streaming multiprocessors (compute units), 0 for a CPU.
-        shared_memory: bytes one thread block may use after opting in, 0 for a CPU.
+        shared_memory: bytes one thread block may use after opting in, 0 for a CPU and where unknown.
         warp_size: threads per warp.
         memory_bytes: of device memory, 0 where unknown.
         has_bf16: bfloat16 matrix units or, on a CPU, arithmetic.

@@ -40,7 +40,8 @@ class Primitive(str, Generic[F]):
         typical: values of those fields that an explanation starts from, where they differ from other primitives'.
         results: what a call returns, by name; empty for a call that writes to an argument.
         cache: the paged cache that it reads or writes, KV or INDEX of `mla_portable.layouts`; "" for none.
-        reference: the primitive in plain torch, on any device; None where a plugin registers its own.
+        reference: the primitive in plain torch, on any device; None where a plugin registers its own. Where there is a cache,
+            it takes a keyword more, kv_layout: the name of the cache's layout, None to infer it.
         reference_float32: the same in float32, for devices whose float64 cannot be trusted; None where that is no other.
         problems_module: the module whose PROBLEMS are `problems`; "" for none.
     """

@@ -19,11 +19,13 @@ from mla_portable.layouts import LAYOUTS, SCALE_FORMATS, scale_formats
 
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     (
-        *("topk_multiple", "block_size_multiple", "max_heads", "max_topk", "max_query_len"),
-        *("num_heads", "padded_heads", "block_sizes"),
+        *("topk_multiple", "block_size_multiple", "max_block_size", "max_heads", "max_topk", "max_query_len"),
+        *("num_heads", "padded_heads", "block_sizes", "topks"),
     ),
     (1, INT32_MAX),
 )
+ACCURACIES: Final = ("standard", "low")
+ONLY_WHEN_FORCED: Final = "only when forced"
 _REMEDIES: Final[dict[str, str]] = {each.name: each.metadata["remedy"] for each in fields(Features)}
 
 
@@ -63,20 +65,27 @@ class Support(Features):
             and all of their scale formats.
         num_heads: exact counts that are accepted; max_heads: or every count up to this.
         padded_heads: kernel head counts that smaller requests are padded to inside; () means none.
-        topk_multiple, max_topk: of K. block_sizes: exact; block_size_multiple: or every multiple of this. All four hold for a
-            second cache too.
+        topks: exact values of K that are accepted; max_topk: or every value up to this. topk_multiple: divides all of them.
+        block_sizes: exact; block_size_multiple: or every multiple of this, up to max_block_size. All six hold for a second
+            cache too.
         max_query_len: of S. head_dims: pairs (qk_head_dim, v_head_dim) that are accepted.
         scale_formats: FP8 scales read without a loss of meaning.
         cache_alignment: bytes, a power of two up to 16 that must divide the address of the cache (or of the rows of kv)
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
         needs_finite_values: keys and values must be promised to be finite (`Request.finite_values`).
+        needs_uniform_query_len: all requests must be promised to have the same number of tokens (`Request.uniform_query_len`).
+        needs_whole_tables: block tables must be promised to have no holes below a request's length (`Request.whole_tables`).
         extra_cache: a second cache with its own indices (`extra_kv_cache`); a feature, too.
         ends_in_order: the last kernel of a call ends after all that is before it in the stream, whatever the input: it is
             launched normally, or starts early and waits for a kernel of which this holds.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         nan_keys: of the indexer: a key that holds NaN has no finite score; or whether that is so, as a function of the request.
-        min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
+        accuracy: the class by whose tolerances results are judged. "low" is that of attention on 8-bit products (queries and
+            probabilities, or keys and values, rounded to e4m3); such an implementation serves only where it is forced.
+        min_shared_memory: bytes a thread block needs; nothing is refused where torch does not say how many the
+            device has, which it does for "cuda".
+        needs_bf16, needs_fp8_conversion: abilities of the device.
     """
 
     source: str
@@ -89,18 +98,23 @@ class Support(Features):
     padded_heads: tuple[int, ...] = ()
     topk_multiple: int = 1
     max_topk: int | None = None
+    topks: tuple[int, ...] = ()
     block_sizes: tuple[int, ...] | None = None
     block_size_multiple: int = 1
+    max_block_size: int | None = None
     max_query_len: int | None = None
     head_dims: tuple[tuple[int, int], ...] | None = None
     scale_formats: tuple[str, ...] = SCALE_FORMATS
     cache_alignment: int = 1
     needs_whole_rows: bool = False
     needs_finite_values: bool = False
+    needs_uniform_query_len: bool = False
+    needs_whole_tables: bool = False
     extra_cache: bool = False
     ends_in_order: bool = False
     probes_graph: bool = False
     nan_keys: bool | Callable[[Request], bool] = True
+    accuracy: str = "standard"
     min_shared_memory: int = 0
     needs_bf16: bool = True
     needs_fp8_conversion: bool = False
@@ -111,6 +125,7 @@ class Support(Features):
     compact: bool = True
     prefill_workspace: bool = True
     selection: bool = True
+    ordered: bool = True
     graph: bool = True
 
     def __post_init__(self) -> None:
@@ -120,6 +135,8 @@ class Support(Features):
         if not callable(self.nan_keys) and type(self.nan_keys) is not bool:
             got = describe(self.nan_keys)
             raise InvalidArgument(where, "nan_keys", got=got, expected="True or False, or a function of a Request")
+        if self.accuracy not in ACCURACIES:
+            raise InvalidArgument(where, "accuracy", got=repr(self.accuracy), expected=f"one of {', '.join(ACCURACIES)}")
         if not self.source:
             raise InvalidArgument(where, "source", got="''", expected="where the limits come from")
         for name, given, allowed in (
@@ -163,7 +180,9 @@ class Support(Features):
             yield Reason("bfloat16", "missing", "required", "use another device")
         if self.needs_fp8_conversion and not device.has_fp8_conversion:
             yield Reason("e4m3 conversion", "not in hardware", "required", "use a backend that decodes e4m3 by bits")
-        if device.device_type != "cpu" and device.shared_memory < self.min_shared_memory:
+        # torch says it of every "cuda" device; there 0 is a simulated one's whose profile does not
+        known = device.shared_memory > 0 or device.device_type == "cuda"
+        if known and device.shared_memory < self.min_shared_memory:
             yield Reason("shared memory", f"{device.shared_memory} bytes", f"needs {self.min_shared_memory}")
 
     def shape_reasons(self, request: Request) -> Iterator[Reason]:
@@ -177,11 +196,9 @@ class Support(Features):
             yield Reason("num_heads", str(r.num_heads), f"supports {self._heads_text()}", "change tensor parallelism")
         for subject, allowed, multiple, most, remedy in (
             ("topk", None, self.topk_multiple, None, "pad the indices with -1"),
-            ("topk", None, 1, self.max_topk, ""),
             ("extra_topk", None, self.topk_multiple, None, "pad the indices with -1"),
-            ("extra_topk", None, 1, self.max_topk, ""),
-            ("block_size", self.block_sizes, self.block_size_multiple, None, "set the cache's block size"),
-            ("extra_block_size", self.block_sizes, self.block_size_multiple, None, "set the cache's block size"),
+            ("block_size", self.block_sizes, self.block_size_multiple, self.max_block_size, "set the cache's block size"),
+            ("extra_block_size", self.block_sizes, self.block_size_multiple, self.max_block_size, "set the cache's block size"),
             ("query_len", None, 1, self.max_query_len, "decode the tokens as separate rows"),
         ):
             given = getattr(r, subject)
@@ -191,6 +208,12 @@ class Support(Features):
                 yield Reason(subject, str(given), f"a multiple of {multiple}", remedy)
             if given is not None and most is not None and given > most:
                 yield Reason(subject, str(given), f"at most {most}", remedy)
+        for subject in ("topk", "extra_topk"):
+            given = getattr(r, subject)
+            if given is not None and not self._accepts_topk(given):
+                more = min((topk for topk in self.topks if topk > given), default=None)
+                remedy = "" if more is None else f"take K = {more}, and pad indices with -1 to it"
+                yield Reason(subject, str(given), self._topks_text(), remedy)
         if self.head_dims is not None and not any(_fits(r, *pair) for pair in self.head_dims):
             given = f"{r.qk_head_dim or 'any'}/{r.v_head_dim or 'any'}"
             allowed = _words(f"{qk}/{v}" for qk, v in self.head_dims)
@@ -211,6 +234,12 @@ class Support(Features):
         if self.needs_finite_values and not r.finite_values:
             remedy = "promise it where every row of k and v was written: Request(finite_values=True)"
             yield Reason("finite_values", "not promised", "multiplies rows of other requests by 0", remedy)
+        if self.needs_uniform_query_len and not r.uniform_query_len:
+            remedy = "promise it where each request has the same number of query tokens: Request(uniform_query_len=True)"
+            yield Reason("uniform_query_len", "not promised", "takes as many query tokens of each request", remedy)
+        if self.needs_whole_tables and not r.whole_tables:
+            remedy = "promise it where every table entry below a length names a block: Request(whole_tables=True)"
+            yield Reason("whole_tables", "not promised", "cannot leave out positions without a block", remedy)
         for feature, remedy in _REMEDIES.items():
             if getattr(r, feature) and not getattr(self, feature):
                 yield Reason(feature, "requested", "not supported", remedy)
@@ -226,6 +255,16 @@ class Support(Features):
         if self.num_heads is None and self.max_heads is None and not self.padded_heads:
             return True
         return heads in (self.num_heads or ()) or heads <= max(self.max_heads or 0, *self.padded_heads, 0)
+
+    def _accepts_topk(self, topk: int) -> bool:
+        if self.max_topk is None and not self.topks:
+            return True
+        return topk in self.topks or topk <= (self.max_topk or 0)
+
+    def _topks_text(self) -> str:
+        if self.max_topk is None:
+            return f"supports {_words(self.topks)}"
+        return f"at most {self.max_topk}{f', or one of {_words(self.topks)}' if self.topks else ''}"
 
     def _heads_text(self) -> str:
         parts: list[str] = []

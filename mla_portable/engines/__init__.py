@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters by which engines use this package.
 
-common    what the adapters share: routes bound for graphs or else eagerly, variables, status, serving
+common    what the adapters share: routes bound for graphs or else eagerly, variables, status, metrics
 vllm      vLLM: a backend class for sparse attention, V4's layer, the indexer
 sglang    SGLang: hooks in its backend of DSA, its indexer, its pool of rows
 

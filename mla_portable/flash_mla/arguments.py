@@ -10,8 +10,16 @@ from torch import Tensor
 
 from mla_portable.contracts.values import check_scale, describe, refuse
 from mla_portable.kit.rules import check_dense, shape_of
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
 
 VALUE_WIDTH: Final = 512
+_LAYOUTS: Final = {(each.dtype, each.row_width): each.name for each in (BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4)}
+"""(dtype, row width) -> the layout that FlashMLA has for it; a plugin's layouts may have rows like these."""
+
+
+def layout_name(rows: Tensor) -> str | None:
+    """FlashMLA's layout for such rows; None for rows that it does not know, which are refused."""
+    return _LAYOUTS.get((rows.dtype, rows.shape[-1]))
 
 
 def scale_of(where: str, argument: str, value: Any, width: int) -> float:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from mla_portable.contracts.values import check_flag, check_type, describe, refuse, rounded_rows
 from mla_portable.dispatch import opaque, unchecked
-from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
+from mla_portable.flash_mla.arguments import check_value_width, layout_name, scale_of, without_head
 from mla_portable.flash_mla.schedule import FlashMLASchedMeta
 from mla_portable.flash_mla.statistics import as_flashmla
-from mla_portable.kit.rules import check_cache, shape_of
+from mla_portable.kit.rules import CacheFacts, check_cache, shape_of
 from mla_portable.kit.second_cache import is_nope, second_cache
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import FP8_NOPE, CacheLayout
+from mla_portable.layouts import FP8_NOPE
 from mla_portable.primitives import SPARSE_DECODE
 
 _WHERE: Final = "flash_mla_with_kvcache"
@@ -102,16 +102,15 @@ def flash_mla_with_kvcache(
     check_value_width(_WHERE, "head_dim_v", head_dim_v)
     shape_of(_WHERE, "q", q, 4, "[b, s_q, h_q, width]")
     cache = _rows("k_cache", k_cache, kv_format)
-    layout, page_block_size, page_stride, alignment = check_cache(_WHERE, "k_cache", cache, q.device)
+    first = check_cache(_WHERE, "k_cache", cache, q.device, kv_layout=layout_name(cache))
+    layout = first.layout
     if layout is FP8_NOPE and kv_format is None:
         refuse(_WHERE, "kv_format", "None for rows of 528 bytes", f"{_NAMED!r}: rows of V41, not served here, have as many")
     if is_fp8_kvcache is not None:
         check_flag(_WHERE, "is_fp8_kvcache", is_fp8_kvcache)
     if is_fp8_kvcache not in (None, layout.is_quantized):
         refuse(_WHERE, "is_fp8_kvcache", is_fp8_kvcache, f"{layout.is_quantized} for a cache of {layout.dtype}, or None")
-    extra_cache, extra_block_size, extra_stride, alignment = _second(
-        extra_k_cache, extra_indices_in_kvcache, extra_topk_length, layout, alignment, q.device
-    )
+    extra_cache, extra_block_size, caches = _second(extra_k_cache, extra_indices_in_kvcache, extra_topk_length, first, q.device)
     nope = is_nope(q, layout)
     width = layout.value_width if nope else layout.key_width
     sizes = {"key": width, "value": layout.value_width}
@@ -120,20 +119,17 @@ def flash_mla_with_kvcache(
     batch, query_len, topk, extra_topk = sizes["b"], sizes["s_q"], sizes["topk"], sizes.get("extra_topk")
     scale = scale_of(_WHERE, "softmax_scale", softmax_scale, width)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        shapes = batch, query_len, sizes["h_q"], page_block_size, 1, False, layout.is_quantized, topk, extra_block_size
+        shapes = batch, query_len, sizes["h_q"], cache.shape[1], 1, False, layout.is_quantized, topk, extra_block_size
         tile_scheduler_metadata.remember(_WHERE, FlashMLASchedMeta.Config(*shapes, extra_topk))
     elif tile_scheduler_metadata is not None and not isinstance(tile_scheduler_metadata, Tensor):
         refuse(_WHERE, "tile_scheduler_metadata", describe(tile_scheduler_metadata), "a FlashMLASchedMeta, a tensor, or None")
     decode = unchecked(
         SPARSE_DECODE,
         q,
-        kv_layout=layout.name,
+        **caches._asdict(),
         num_heads=sizes["h_q"],
         topk=topk,
-        block_size=page_block_size,
         query_len=query_len,
-        cache_alignment=alignment,
-        uneven_blocks=bool(page_stride % layout.row_pitch) or bool(extra_stride % layout.row_pitch),
         lengths=topk_length is not None,
         attn_sink=attn_sink is not None,
         lse=True,
@@ -174,27 +170,26 @@ def _rows(argument: str, cache: Any, kv_format: Any) -> Tensor:
 
 
 def _second(
-    cache: Any, indices: Tensor | None, lengths: Tensor | None, layout: CacheLayout, alignment: int, device: torch.device
-) -> tuple[Tensor | None, int | None, int, int]:
+    cache: Any, indices: Tensor | None, lengths: Tensor | None, first: CacheFacts, device: torch.device
+) -> tuple[Tensor | None, int | None, CacheFacts]:
     """The second cache as [blocks, page_block_size, row width].
 
     Args:
-        layout, alignment: of the first cache.
-    Returns: it and its page size (None and None where there is none), elements from page to page, and the alignment that
-        both caches have.
+        first: of the first cache.
+    Returns: it and its page size (None and None where there is none), and the facts of the first beside it.
     """
     if cache is None:
         for name, value in (("extra_indices_in_kvcache", indices), ("extra_topk_length", lengths)):
             if value is not None:
                 refuse(_WHERE, name, describe(value), "None without extra_k_cache", "Pass the cache that it names slots of.")
-        return None, None, 0, alignment
+        return None, None, first
     if indices is None:
         refuse(_WHERE, "extra_indices_in_kvcache", "None", "slots of extra_k_cache, [b, s_q, extra_topk] int32")
     rows = _rows("extra_k_cache", cache, None)
-    its_layout, page_block_size, stride, its_alignment = check_cache(_WHERE, "extra_k_cache", rows, device)
-    if its_layout is not layout:
-        refuse(_WHERE, "extra_k_cache", f"rows of {its_layout.name}", f"the layout of k_cache, {layout.name}")
-    return rows, page_block_size, stride, min(alignment, its_alignment)
+    second = check_cache(_WHERE, "extra_k_cache", rows, device, kv_layout=layout_name(rows))
+    if second.kv_layout != first.kv_layout:
+        refuse(_WHERE, "extra_k_cache", f"rows of {second.kv_layout}", f"the layout of k_cache, {first.kv_layout}")
+    return rows, second.block_size, first.beside(second)
 
 
 def _per_token(lengths: Tensor | None, query_len: int) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts.values import check_flag, check_scale, refuse, rounded_rows
 from mla_portable.dispatch import opaque, unchecked
-from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
+from mla_portable.flash_mla.arguments import check_value_width, layout_name, scale_of, without_head
 from mla_portable.flash_mla.statistics import LOG2_E, SHARPNESS, as_flashmla, wants_max_logits
 from mla_portable.kit.rules import check_cache, check_resolved, shape_of
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
@@ -70,7 +70,9 @@ def flash_mla_sparse_fwd(
         remedy = "flash_mla_with_kvcache reads quantised rows from the paged cache in place."
         refuse(_WHERE, "kv", rows.dtype, "torch.bfloat16", remedy)
     check_resolved(_WHERE, "kv", rows)
-    layout, _, row_stride, alignment = check_cache(_WHERE, "kv", rows.unsqueeze(1), q.device, may_overlap=True)
+    name = layout_name(rows)
+    cache = check_cache(_WHERE, "kv", rows.unsqueeze(1), q.device, kv_layout=name, may_overlap=True)
+    layout = cache.layout
     chosen = without_head(_WHERE, "indices", indices, 3, "[s_q, 1, topk]")
     sizes = {"key": layout.key_width, "value": layout.value_width}
     TENSORS.check((q, rows, chosen, attn_sink, topk_length, out), sizes)
@@ -79,11 +81,11 @@ def flash_mla_sparse_fwd(
     if with_max_logits:
         check_scale(_WHERE, f"sm_scale times {SHARPNESS:.0f}, for the greatest score of a row", scale * SHARPNESS)
     facts: dict[str, object] = {
-        "kv_layout": layout.name,
+        "kv_layout": cache.kv_layout,
         "num_heads": sizes["h_q"],
         "topk": sizes["topk"],
-        "cache_alignment": alignment,
-        "uneven_blocks": bool(row_stride % layout.row_pitch),
+        "cache_alignment": cache.cache_alignment,
+        "uneven_blocks": cache.uneven_blocks,
         "rows": rounded_rows(sizes["s_q"]),
     }
     out, lse = _attend(facts, q, rows, chosen, scale, topk_length, attn_sink, out)

@@ -10,12 +10,13 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, describe, refuse
-from mla_portable.dispatch import opaque
+from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, describe, refuse, rounded_rows
+from mla_portable.dispatch import opaque, unchecked
 from mla_portable.flash_mla.arguments import scale_of
 from mla_portable.kit.rules import shape_of
 from mla_portable.kit.tensor_table import Axes, TensorTable
-from mla_portable.primitives import masked_prefill
+from mla_portable.primitives import MASKED_PREFILL
+from mla_portable.primitives.masked_prefill import check_starts
 
 _WHERE: Final = "flash_attn_varlen_func"
 TENSORS: Final = TensorTable(
@@ -76,16 +77,33 @@ def flash_attn_varlen_func(
         for name, value in (("q", q), ("k", k), ("v", v)):
             if value.requires_grad:
                 _refuse_gradient(name)
-    out, lse = masked_prefill(
+    scale = scale_of(_WHERE, "softmax_scale", softmax_scale, width)
+    longest_qo, longest_kv = _length("max_seqlen_qo", max_seqlen_qo), _length("max_seqlen_kv", max_seqlen_kv)
+    check_starts(_WHERE, "cu_seqlens_qo", cu_seqlens_qo, "tokens_qo", sizes["tokens_qo"], "max_seqlen_qo", longest_qo)
+    check_starts(_WHERE, "cu_seqlens_kv", cu_seqlens_kv, "tokens_kv", sizes["tokens_kv"], "max_seqlen_kv", longest_kv)
+    attend = unchecked(
+        MASKED_PREFILL,
+        q,
+        num_heads=heads,
+        qk_head_dim=width,
+        v_head_dim=sizes["Dv"],
+        selection=False,
+        lse=True,
+        rows=rounded_rows(sizes["tokens_qo"]),
+    )
+    out, lse = attend(
         q,
         k.expand(-1, heads, -1),
         v.expand(-1, heads, -1),
         cu_seqlens_qo,
         cu_seqlens_kv,
-        softmax_scale=scale_of(_WHERE, "softmax_scale", softmax_scale, width),
-        max_query_len=_length("max_seqlen_qo", max_seqlen_qo),
-        max_key_len=_length("max_seqlen_kv", max_seqlen_kv),
+        softmax_scale=scale,
+        max_query_len=longest_qo,
+        max_key_len=longest_kv,
         causal=causal,
+        selection=None,
+        out=None,
+        lse_out=None,
     )
     return out, lse.mT.contiguous().mT
 

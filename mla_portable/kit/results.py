@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_portable.layouts import layout_of
+from mla_portable.layouts import LAYOUTS, layout_of
 
 
 def head_results(q: Tensor, width: int, out: Tensor | None, lse_out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -22,10 +22,16 @@ def head_results(q: Tensor, width: int, out: Tensor | None, lse_out: Tensor | No
     return out, lse_out
 
 
-def attention_results(q: Tensor, kv: Tensor, out: Tensor | None, lse_out: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention_results(
+    q: Tensor, kv: Tensor, out: Tensor | None, lse_out: Tensor | None, *, kv_layout: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Likewise over cached rows.
 
     Args:
         q: [..., H, key width]. kv: the cache or workspace. out: [..., H, value width] bf16. lse_out: [..., H] float32.
+        kv_layout: of the cache, as the request says that was bound; None infers it, for layouts that can be inferred.
     """
-    return head_results(q, layout_of(kv).value_width if out is None else 0, out, lse_out)
+    if out is None:
+        layout = layout_of(kv) if kv_layout is None else LAYOUTS[kv_layout]
+        return head_results(q, layout.value_width, out, lse_out)
+    return head_results(q, 0, out, lse_out)

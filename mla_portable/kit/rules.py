@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -103,18 +103,43 @@ def _refuse_device(where: str, argument: str, value: Tensor, device: torch.devic
     refuse(where, argument, f"a tensor on {value.device}", f"one on {device}, like the call's first tensor")
 
 
+class CacheFacts(NamedTuple):
+    """The fields of a Request that a cache decides. block_size: None for flat rows."""
+
+    kv_layout: str
+    block_size: int | None
+    cache_alignment: int
+    uneven_blocks: bool
+
+    @property
+    def layout(self) -> CacheLayout:
+        return LAYOUTS[self.kv_layout]
+
+    def beside(self, other: CacheFacts) -> CacheFacts:
+        """These, of a call that reads another cache of the same layout as well."""
+        alignment = min(self.cache_alignment, other.cache_alignment)
+        return CacheFacts(self.kv_layout, self.block_size, alignment, self.uneven_blocks or other.uneven_blocks)
+
+
 def check_cache(
-    where: str, argument: str, value: Any, device: torch.device, cache: str = KV, *, may_overlap: bool = False
-) -> tuple[CacheLayout, int, int, int]:
+    where: str,
+    argument: str,
+    value: Any,
+    device: torch.device,
+    cache: str = KV,
+    *,
+    kv_layout: str | None = None,
+    may_overlap: bool = False,
+) -> CacheFacts:
     """A paged cache [blocks, block_size, row width] of one of `mla_portable.layouts`: of `cache`, KV or INDEX.
 
     Rows are contiguous and adjacent within a block; blocks may lie further apart than a block is long. Blocks of a quantised
     layout start at multiples of its alignment, because scales stand inside them.
 
     Args:
-        may_overlap: for a cache that is only read: blocks of a single row without scales may overlap, so that rows which begin
-            every few elements of other memory can be named.
-    Returns: its layout, block_size, elements from block to block (0 for a single block), `cache_alignment` as in a Request.
+        kv_layout: the name of its layout, None to infer it. may_overlap: for a cache that is only read: blocks of a single row
+            without scales may overlap, so that rows which begin every few elements of other memory can be named.
+    Raises: InvalidArgument.
     """
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED:
         check_dense(where, argument, value, _cache_axes(cache))
@@ -122,7 +147,8 @@ def check_cache(
     if len(shape) != 3:
         one_head = len(shape) == 4 and shape[2] == 1
         refuse(where, argument, f"shape {list(shape)}", _cache_axes(cache), f"Pass {argument}.squeeze(2)." if one_head else "")
-    layout, (blocks, block_size, width) = layout_of(value, where=where, argument=argument, cache=cache), shape
+    layout = layout_of(value, name=kv_layout, where=where, argument=argument, cache=cache)
+    blocks, block_size, width = shape
     if block_size < 1:
         refuse(where, argument, f"block_size {block_size}", "a block of at least 1 token")
     if value.device != device:
@@ -147,7 +173,7 @@ def check_cache(
             f"both multiples of {layout.alignment} bytes, for the scales of a row",
             "Allocate the cache by itself, or pad its blocks.",
         )
-    return layout, block_size, distance, alignment
+    return CacheFacts(layout.name, block_size, alignment, bool(distance % layout.row_pitch))
 
 
 def _cache_axes(cache: str) -> str:
@@ -162,9 +188,9 @@ def _alignment(address: int, stride: int) -> int:
     return bits & -bits
 
 
-def rows_alignment(rows: Tensor) -> int:
-    """`cache_alignment` of contiguous flat rows [W, row width]."""
-    return _alignment(rows.data_ptr(), rows.shape[1] * rows.element_size())
+def facts_of_rows(rows: Tensor, layout: CacheLayout) -> CacheFacts:
+    """Of contiguous flat rows [W, row width]."""
+    return CacheFacts(layout.name, None, _alignment(rows.data_ptr(), rows.shape[1] * rows.element_size()), False)
 
 
 def check_flat_rows(where: str, argument: str, rows: Tensor, layout: CacheLayout, device: torch.device) -> None:

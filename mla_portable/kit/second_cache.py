@@ -10,43 +10,39 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import describe, refuse
-from mla_portable.kit.rules import check_cache
+from mla_portable.kit.rules import CacheFacts, check_cache
 from mla_portable.layouts import CacheLayout
 
-Read = Callable[[str, Tensor, torch.device], tuple[CacheLayout, "int | None", int, int]]
-"""(argument, tensor, device) -> layout, block size, stride between blocks, alignment; raises for what is no such tensor."""
+Read = Callable[..., CacheFacts]
+"""(argument, tensor, device, kv_layout=name) -> its facts; raises for what is no such tensor."""
 
 
 def check_second_cache(
     where: str,
-    layout: CacheLayout,
-    alignment: int,
+    first: CacheFacts,
     device: torch.device,
     cache: Tensor | None,
     indices: Tensor | None,
     lengths: Tensor | None,
     *,
     read: Read | None = None,
-) -> tuple[int | None, int, int]:
+) -> tuple[int | None, CacheFacts]:
     """The three arguments are there together, and the second cache has the layout of the first.
 
     Args:
-        layout, alignment: of the first cache. read: checks a cache by itself; paged ones where None.
-    Returns: its block size (None where there is no second cache, or it is flat), elements from block to block, and the
-        alignment that both caches have.
+        first: of the first cache. read: checks a cache by itself; paged ones where None.
+    Returns: its block size (None where there is no second cache, or it is flat), and the facts of the first beside it.
     Raises: InvalidArgument.
     """
     if cache is None:
         for name, value in (("extra_indices", indices), ("extra_lengths", lengths)):
             if value is not None:
                 refuse(where, name, describe(value), "None without extra_kv_cache", "Pass the cache that it names slots of.")
-        return None, 0, alignment
+        return None, first
     if indices is None:
         refuse(where, "extra_indices", "None", "slots of extra_kv_cache", "Leave both out, or pass lengths of 0.")
-    its_layout, block_size, block_stride, its_alignment = (read or partial(check_cache, where))("extra_kv_cache", cache, device)
-    if its_layout is not layout:
-        refuse(where, "extra_kv_cache", f"rows of {its_layout.name}", f"the layout of the first cache, {layout.name}")
-    return block_size, block_stride, min(alignment, its_alignment)
+    second = (read or partial(check_cache, where))("extra_kv_cache", cache, device, kv_layout=first.kv_layout)
+    return second.block_size, first.beside(second)
 
 
 def is_nope(q: Tensor, layout: CacheLayout) -> bool:

@@ -35,11 +35,11 @@ _log: Final = logging.getLogger(__name__)
 
 
 @functools.cache
-def _machine_code() -> type | None:
+def _machine_code(device_type: str) -> type | None:
     """The class of what a launch returns, where it can be launched by itself; None where Triton has to launch it."""
     import triton
 
-    return triton.compiler.CompiledKernel if why_through_triton() is None else None
+    return triton.compiler.CompiledKernel if why_through_triton(device_type) is None else None
 
 
 def _version() -> tuple[int, ...]:
@@ -49,10 +49,12 @@ def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
-def why_through_triton() -> str | None:
-    """Why Triton itself launches every call here; None where repeated calls skip its inspection of the arguments."""
+def why_through_triton(device_type: str) -> str | None:
+    """Why Triton itself launches every call on a device type; None where repeated calls skip its look at the arguments."""
     import triton
 
+    if device_type != "cuda":
+        return f"by what Triton distinguishes calls on device type {device_type} is not known"
     if torch.version.hip is not None:
         return "on ROCm Triton distinguishes calls by the size of a tensor's memory too"
     if not _SINCE <= _version() < _UNTIL:
@@ -69,12 +71,13 @@ class TritonLauncher:
     The second call of a key goes through Triton too, and must get the same compilation; otherwise every later call does.
     """
 
-    __slots__ = ("_current_index", "_exact", "_free", "_kernel", "_known", "_met", "_names", "_pointers")
+    __slots__ = ("_current_index", "_device_type", "_exact", "_free", "_kernel", "_known", "_met", "_names", "_pointers")
 
     def __init__(self, kernel: Any) -> None:
         """kernel: what `triton.jit` made; interpreted ones are called as they are."""
         self._kernel = kernel
         self._current_index: Callable[[], int] | None = None
+        self._device_type = "cuda"  # until the first call
         self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], list[Any]]] | None = None
         self._met: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # keys of one call so far
         params = [param for param in getattr(kernel, "params", ()) if not param.is_constexpr]
@@ -115,12 +118,13 @@ class TritonLauncher:
     def _find_current_index(self, arguments: tuple[Any, ...]) -> Callable[[], int]:
         """How to ask for the current device, of the type that the first call's tensors are on."""
         device = next((t.device for t in self._pointers(arguments) if t is not None), None)
-        self._current_index = accelerator(default_device() if device is None else device).current_index
+        device = default_device() if device is None else device
+        self._current_index, self._device_type = accelerator(device).current_index, device.type
         return self._current_index
 
     def _remember(self, key: tuple[Any, ...], compiled: Any, named: dict[str, Any], kinds: list[Any]) -> None:
         """Keep what Triton launched for this key, once it was the same at two calls."""
-        known, kind = self._known, _machine_code()
+        known, kind = self._known, _machine_code(self._device_type)
         if known is None or kind is None:
             self._known = None
         elif isinstance(compiled, kind):

@@ -5,8 +5,8 @@ There are two caches: "kv", which attention reads, and "index", the keys that th
 `value_width` numbers, which is its value and the first part of its key, and a rotary part of `rope_width` numbers, the rest of
 its key; a token of the indexer is a latent alone. Whatever depends on these widths, or on where they lie, asks the layout.
 
-A plugin adds a layout where it is imported: `add_layout(CacheLayout(...))`. Names, and pairs of dtype and row width, are
-taken once in a process.
+A plugin adds a layout where it is imported: `add_layout(CacheLayout(...))`. Names are taken once in a process. Layouts may
+share dtype and row width: then a call names the one that its cache has.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from mla_portable.errors import InvalidArgument
 
 KV: Final = "kv"
 INDEX: Final = "index"
+TOLERANCES: Final = ("bf16", "pow2", "amax")
+"""What a layout's tolerances may be those of: rows without scales, with scales that are powers of two, with any scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,12 @@ class CacheLayout:
         upconverted: the layout of the rows that gather_upconvert makes of these; None for layouts that are not quantised,
             whose rows are copied.
         contents: a row in words, for error messages.
+        inferred: calls that name no layout take a tensor of this dtype and row width for one of this layout. False for a layout
+            that is always named: of a plugin whose rows have the width of another layout, so that callers who name none keep
+            theirs.
+        tolerance: how far results over such rows may lie from the oracle, which reads them by `split` in float64: as over
+            "bf16" rows, whose numbers a kernel multiplies as they are, or over "amax" ones, which it may round to bfloat16
+            first (docs/dev/accuracy.md). None: as the scale format says where it is "pow2" or "amax", else as over "bf16".
     Raises: InvalidArgument for widths and offsets that contradict each other.
     """
 
@@ -65,6 +73,8 @@ class CacheLayout:
     alignment: int
     upconverted: CacheLayout | None = None
     contents: str = ""
+    inferred: bool = True
+    tolerance: str | None = None
 
     def __post_init__(self) -> None:
         def check(field: str, holds: bool, expected: str) -> None:
@@ -77,6 +87,8 @@ class CacheLayout:
         for field in ("row_width", "value_width", "rope_width", "rope_offset", "apart_bytes", "alignment"):
             check(field, type(getattr(self, field)) is int, "an integer")
         check("scale_offset", self.scale_offset is None or type(self.scale_offset) is int, "an integer, or None")
+        check("tolerance", self.tolerance in (None, *TOLERANCES), f"None or one of {', '.join(TOLERANCES)}")
+        check("inferred", type(self.inferred) is bool, "True or False")
         names: tuple[object, ...] = self.scale_formats
         check("scale_formats", type(names) is tuple and all(type(each) is str for each in names), "a tuple of strings")
         check("upconverted", isinstance(self.upconverted, (CacheLayout, type(None))), "a CacheLayout, or None")
@@ -114,6 +126,14 @@ class CacheLayout:
     def is_quantized(self) -> bool:
         """Rows carry scales, and are read from the paged cache in place. Others may be read as flat rows."""
         return bool(self.scale_formats)
+
+    def tolerance_of(self, scale_format: str | None) -> str:
+        """One of TOLERANCES, for rows whose scales were made so; None for a layout without scales."""
+        return self.tolerance or (scale_format if scale_format in TOLERANCES else TOLERANCES[0])
+
+    def scale_format_near(self, name: str) -> str:
+        """`name` where this layout has such scales, else its first scale format; `name` for a layout without scales."""
+        return name if name in self.scale_formats or not self.scale_formats else self.scale_formats[0]
 
     def scale_formats_of(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of `names` that are ways to choose the scales of this layout, in their order."""
@@ -163,7 +183,8 @@ class CacheLayout:
 
 
 _layouts: dict[str, CacheLayout] = {}
-_by_rows: dict[tuple[torch.dtype, int], CacheLayout] = {}
+_by_rows: dict[tuple[str, torch.dtype, int], tuple[CacheLayout, ...]] = {}
+"""(cache, dtype, row width) -> the layouts that such a tensor may have where none is named."""
 LAYOUTS: Final[Mapping[str, CacheLayout]] = MappingProxyType(_layouts)
 """name -> layout: the core's, then those that plugins added."""
 
@@ -171,17 +192,21 @@ LAYOUTS: Final[Mapping[str, CacheLayout]] = MappingProxyType(_layouts)
 def add_layout(layout: CacheLayout) -> CacheLayout:
     """Make a layout known in this process, and return it. To add an equal one again changes nothing.
 
-    Raises: InvalidArgument when another layout has the name, or the same dtype and row width, which identify a tensor's layout.
+    Raises: InvalidArgument when another layout has the name.
     """
     if not isinstance(layout, CacheLayout):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument("add_layout", "layout", got=type(layout).__name__, expected="a CacheLayout")
-    rows = (layout.dtype, layout.row_width)
-    for known in (_layouts.get(layout.name), _by_rows.get(rows)):
-        if known is not None and known != layout:
-            got = f"{layout.name!r}, {layout.dtype} rows of {layout.row_width}"
-            expected = f"a name, and rows, other than those of {known.name!r} ({known.dtype} rows of {known.row_width})"
+    known = _layouts.get(layout.name)
+    if known is not None:
+        if known != layout:
+            got = f"another {layout.name!r}, {_rows_of(layout)}"
+            expected = f"a name that is not taken: {layout.name!r} has {_rows_of(known)}"
             raise InvalidArgument("add_layout", "layout", got=got, expected=expected)
-    _layouts[layout.name] = _by_rows[rows] = layout
+        return known
+    _layouts[layout.name] = layout
+    if layout.inferred:
+        rows = (layout.cache, layout.dtype, layout.row_width)
+        _by_rows[rows] = (*_by_rows.get(rows, ()), layout)
     return layout
 
 
@@ -195,26 +220,56 @@ def scale_formats() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for layout in LAYOUTS.values() for name in layout.scale_formats))
 
 
-def layout_of(kv: Tensor, *, where: str = "layout_of", argument: str = "kv_cache", cache: str = KV) -> CacheLayout:
-    """The layout of a cache or workspace, recognised by dtype and row width.
+def layout_of(
+    kv: Tensor, *, name: str | None = None, where: str = "layout_of", argument: str = "kv_cache", cache: str = KV
+) -> CacheLayout:
+    """The layout of a cache or workspace: the one that is named, or the only one with its dtype and row width.
 
     Args:
-        kv: [..., row_width] of a layout's dtype. where, argument: names for the error message. cache: KV or INDEX.
-    Raises: InvalidArgument when no layout of that cache has this dtype and last dimension.
+        kv: [..., row_width] of a layout's dtype. name: of the layout, None to infer it. where, argument: names for the error
+            message. cache: KV or INDEX.
+    Raises: InvalidArgument for a name that no layout of that cache has, for a tensor that has not the named layout's dtype and
+        last dimension, and without a name when no layout has these, or several have.
     """
     dtype, width = kv.dtype, kv.shape[-1] if kv.dim() else 0
-    layout = _by_rows.get((dtype, width))
-    if layout is not None and layout.cache == cache:
-        return layout
-    remedy, known = "", [LAYOUTS[name] for name in layout_names(cache)]
-    if dtype.itemsize == 1 and any((row.dtype, row.row_width) == (torch.uint8, width) != (dtype, width) for row in known):
+    if name is None:
+        found = _by_rows.get((cache, dtype, width))
+        if found is not None and len(found) == 1:
+            return found[0]
+    else:
+        layout = _layouts.get(name)
+        if layout is not None and layout.dtype is dtype and layout.row_width == width and layout.cache == cache:
+            return layout
+    raise _wrong_rows(dtype, width, name, where, argument, cache)
+
+
+def _wrong_rows(dtype: torch.dtype, width: int, name: str | None, where: str, argument: str, cache: str) -> InvalidArgument:
+    """Why a tensor has no known layout, or not the one that was named."""
+    known = [LAYOUTS[each] for each in layout_names(cache)]
+    fitting = [row for row in known if (row.dtype, row.row_width) == (dtype, width)]
+    several = [row.name for row in fitting if row.inferred]
+    got = f"{dtype} rows of {width}"
+    if name is not None:
+        named = _layouts.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+        if named is None or named.cache != cache:
+            return InvalidArgument(where, "kv_layout", got=repr(name), expected=f"one of {', '.join(layout_names(cache))}")
+        words = f" ({' or '.join(several)})" if several else ""
+        return InvalidArgument(where, argument, got=got + words, expected=f"{_rows_of(named)} ({name})")
+    if several:
+        remedy = f"Pass kv_layout=, one of {', '.join(map(repr, several))}."
+        expected = f"a named layout, for {' and '.join(several)} have such rows"
+        return InvalidArgument(where, argument, got=got, expected=expected, remedy=remedy)
+    remedy = ""
+    if fitting:
+        remedy = f"Pass kv_layout={' or '.join(repr(row.name) for row in fitting)}, which is never inferred."
+    elif dtype.itemsize == 1 and any((row.dtype, row.row_width) == (torch.uint8, width) != (dtype, width) for row in known):
         remedy = f"Pass the same bytes as uint8: {argument}.view(torch.uint8)."
     elif dtype == torch.uint8:
         remedy = next((f"A row holds {row.contents}: do not slice it." for row in known if row.dtype == dtype), "")
-    raise InvalidArgument(
-        where,
-        argument,
-        got=f"{dtype} rows of {width}",
-        expected=" or ".join(f"{row.dtype} rows of {row.row_width} ({row.name})" for row in known),
-        remedy=remedy,
-    )
+    inferred = [row for row in known if row.inferred]
+    expected = " or ".join(f"{row.dtype} rows of {row.row_width} ({row.name})" for row in inferred)
+    return InvalidArgument(where, argument, got=got, expected=expected, remedy=remedy)
+
+
+def _rows_of(layout: CacheLayout) -> str:
+    return f"{layout.dtype} rows of {layout.row_width}"

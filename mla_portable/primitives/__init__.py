@@ -17,11 +17,13 @@ slot is block * block_size + offset.
 - Addresses are 64-bit. Any block size, any stride between blocks, any K.
 - With `out` (and `lse_out`, `schedule`) given: no allocation, no host synchronisation, safe to capture in a CUDA graph.
 
-An implementation is a callable of exactly its Protocol: the public function without `backend=`. Each public function checks
-its arguments as far as they are known on the host, asks a cache for the bound implementation (the registry on the first call
-of a kind), and hands over. What is called in every step binds once instead: `SparseMLAAttention`, or
+An implementation is a callable of exactly its Protocol: the public function without `kv_layout=` and `backend=`. Each public
+function checks its arguments as far as they are known on the host, asks a cache for the bound implementation (the registry on
+the first call of a kind), and hands over. What is called in every step binds once instead: `SparseMLAAttention`, or
 `get_registry().bind(request)`. What all functions share:
 
+- `kv_layout` names the layout of the cache, or of the rows of one, that a function reads or writes: one of
+  `mla_portable.layouts.LAYOUTS`. None infers it from dtype and row width. Where several layouts have these, it has to be named.
 - `backend` names a backend ("triton") or one of its variants ("triton.portable"); None lets `use(...)`, the environment and
   the costs decide. A forced backend never falls back.
 - InvalidArgument: the arguments break the contract of the primitive. UnknownBackend: no plugin has that name.

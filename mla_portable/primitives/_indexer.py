@@ -56,10 +56,10 @@ class PageFacts(NamedTuple):
     """The fields of a Request that the arguments of indexer_logits decide, and those that indexer_select shares with it."""
 
     kv_layout: str
-    num_heads: int
-    block_size: int
+    block_size: int | None
     cache_alignment: int
     uneven_blocks: bool
+    num_heads: int
     rows: int | None
 
 
@@ -69,26 +69,27 @@ def check_pages(
     results: tuple[Tensor | None, ...],
     sizes: dict[str, int],
     schedule: DecodeSchedule | None,
+    kv_layout: str | None = None,
 ) -> PageFacts:
     """The arguments that indexer_logits and indexer_select have in common, and what they write.
 
     Args:
         table: of PAGES, then rows for `results`. pages: q, weights, index_cache, query_start_loc, seq_lens, block_table.
-        sizes: of further given axes, K of indexer_select among them; all others are added.
+        sizes: of further given axes, K of indexer_select among them; all others are added. kv_layout: of the cache, None to
+            infer it.
     Raises: InvalidArgument; PlanMismatch for a schedule of another call.
     """
     where, topk = table.where, sizes.get("K")
     q, weights, index_cache, query_start_loc, seq_lens, block_table = pages
     check_dense(where, "q", q, "[T, H, 128]")
-    layout, block_size, block_stride, alignment = check_cache(where, "index_cache", index_cache, q.device, INDEX)
+    cache = check_cache(where, "index_cache", index_cache, q.device, INDEX, kv_layout=kv_layout)
     sizes["width"] = INDEX_HEAD_SIZE
     tensors = q, weights, index_cache, block_table, query_start_loc, seq_lens, *results
-    table.check(tensors, sizes, query_dtype(where, q, layout))
+    table.check(tensors, sizes, query_dtype(where, q, cache.layout))
     if query_start_loc.is_cpu:  # nothing has to be read back
         first, last = int(query_start_loc[0]), int(query_start_loc[-1])
         if first < 0 or last > sizes["T"]:
             refuse(where, "query_start_loc", f"values from {first} to {last}", f"values from 0 to T = {sizes['T']}")
-    uneven = bool(block_stride % layout.row_width)
     rows = rounded_rows(sizes["T"])
     if schedule is not None:
         if not isinstance(schedule, DecodeSchedule):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -100,7 +101,7 @@ def check_pages(
             written = {name: each for name, each in named.items() if table.rows[name].written}
             check_disjoint(where, written, {name: each for name, each in named.items() if name not in written}, scratch)
         rows = None  # it was planned for the implementation that serves every number of rows
-    return PageFacts(layout.name, sizes["H"], block_size, alignment, uneven, rows)
+    return PageFacts(*cache, sizes["H"], rows)
 
 
 def schedule_keyword(where: str, served: Served[Any], schedule: DecodeSchedule | None) -> dict[str, Any]:
@@ -137,17 +138,18 @@ def seen_scores(
     seq_lens: Tensor,
     block_table: Tensor,
     *,
+    kv_layout: str | None = None,
     width: int | None = None,
     dtype: torch.dtype = torch.float64,
     share: ContextShare = WHOLE,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Tokens, and their scores [n, positions] of `dtype`: -inf where a token sees nothing, without a block, and for NaN.
 
-    Tokens that see nothing are left out. width: no position from there on is scored. share: what the cache holds; scores are of
-    own positions, in order. Synchronises the host on a GPU.
+    Tokens that see nothing are left out. kv_layout: of the cache, None to infer it. width: no position from there on is scored.
+    share: what the cache holds; scores are of own positions, in order. Synchronises the host on a GPU.
     """
     num_blocks, block_size, _ = index_cache.shape
-    rows = CacheRows(index_cache, INDEX)
+    rows = CacheRows(index_cache, INDEX, kv_layout)
     lengths = seq_lens.clamp(0, min(block_table.shape[1] * block_size * share.size, INT32_MAX)).tolist()
     for request, (begin, end) in enumerate(pairwise(query_start_loc.tolist())):
         after_own = lengths[request] - end  # added to a token, its own position

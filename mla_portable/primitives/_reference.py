@@ -59,12 +59,12 @@ class CacheRows:
         layout: of a row. num_slots: rows there are; a slot is block * block_size + offset, or the row of a workspace.
     """
 
-    def __init__(self, kv: Tensor, cache: str = KV) -> None:
+    def __init__(self, kv: Tensor, cache: str = KV, kv_layout: str | None = None) -> None:
         """Look at `kv`: a paged cache [blocks, block_size, row width] with any strides, or flat rows [W, row width].
 
-        cache: KV or INDEX.
+        cache: KV or INDEX. kv_layout: the name of its layout, None to infer it.
         """
-        self.layout = layout_of(kv, where="reference.torch", argument="kv", cache=cache)
+        self.layout = layout_of(kv, name=kv_layout, where="reference.torch", argument="kv", cache=cache)
         paged = kv if kv.dim() == 3 else kv.unsqueeze(0)
         self.num_slots, self._block_size = paged.shape[0] * paged.shape[1], paged.shape[1]
         self._parts = [_Part(part) for part in self.layout.parts(paged)]

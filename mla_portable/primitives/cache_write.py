@@ -55,6 +55,7 @@ def cache_write(
     slot_mapping: Tensor,
     *,
     scale_format: str = "pow2",
+    kv_layout: str | None = None,
     backend: str | None = None,
 ) -> None:
     """Write new tokens into the paged cache.
@@ -65,10 +66,10 @@ def cache_write(
             further apart than a block is long.
         slot_mapping: [T] int64; a slot that is negative or past the cache is skipped.
         scale_format: how FP8 scales are made: "pow2" (powers of two) or "amax" (amax / 448). A bf16 cache has none.
-        backend: see `mla_portable.primitives`.
+        kv_layout, backend: see `mla_portable.primitives`.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe. Row formats: `mla_portable.layouts`.
     """
-    facts = check(kv_c, k_pe, kv_cache, slot_mapping, scale_format)
+    facts = check(kv_c, k_pe, kv_cache, slot_mapping, scale_format, kv_layout)
     find(CACHE_WRITE, backend, kv_c, facts).call(kv_c, k_pe, kv_cache, slot_mapping, scale_format=scale_format)
 
 
@@ -76,35 +77,47 @@ class Facts(NamedTuple):
     """The fields of a Request that a call's arguments decide, here and of indexer_cache_write."""
 
     kv_layout: str
-    block_size: int
+    block_size: int | None
     cache_alignment: int
     uneven_blocks: bool
     scale_format: str | None
 
 
-def check(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> Facts:
+def check(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str, kv_layout: str | None = None
+) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
     check_dense(where, "kv_c", kv_c, "[T, 512]")
     if kv_c.dtype not in _HALF:
         refuse(where, "kv_c", kv_c.dtype, "torch.bfloat16 or torch.float16")
-    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, kv_c.device)
+    cache = check_cache(where, "kv_cache", kv_cache, kv_c.device, kv_layout=kv_layout)
+    layout = cache.layout
     widths = {"latent": layout.value_width, "rope": layout.rope_width}
     TENSORS.check((kv_c, k_pe, kv_cache, slot_mapping), widths, kv_c.dtype)
     formats = layout.scale_formats or scale_formats()
     if scale_format not in formats:
         refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, formats)))
     written = scale_format if layout.is_quantized else None
-    return Facts(layout.name, block_size, alignment, bool(block_stride % layout.row_pitch), written)
+    return Facts(*cache, written)
 
 
 @isolated
-def reference(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
+def reference(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale_format: str = "pow2",
+    kv_layout: str | None = None,
+) -> None:
     """Write new tokens into the paged cache.
 
     Rows are exactly what the layout's `pack` makes. Synchronises the host on a GPU. Not graph-safe.
     """
-    write_rows(layout_of(kv_cache, where="cache_write"), kv_cache, slot_mapping, kv_c, k_pe, scale_format)
+    layout = layout_of(kv_cache, name=kv_layout, where="cache_write")
+    write_rows(layout, kv_cache, slot_mapping, kv_c, k_pe, scale_format)
 
 
 def write_rows(

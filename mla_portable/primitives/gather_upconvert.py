@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.dispatch import find, opaque
-from mla_portable.kit.rules import check_cache, check_dense, check_flat_rows
+from mla_portable.kit.rules import CacheFacts, check_cache, check_dense, check_flat_rows
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import KV
 from mla_portable.primitives._reference import CacheRows, isolated
@@ -53,6 +53,7 @@ def gather_upconvert(
     workspace_starts: Tensor,
     *,
     out: Tensor,
+    kv_layout: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Copy the cached tokens of each prefill request into consecutive BF16 rows, dequantizing FP8.
@@ -61,43 +62,49 @@ def gather_upconvert(
         kv_cache: [blocks, block_size, 656] uint8 or [blocks, block_size, 576] bf16.
         block_table: [P, columns] int32. seq_lens: [P] int32, tokens to copy. workspace_starts: [P] int32, first row in `out`.
         out: [W, 576] bf16, written. Rows that no request owns stay as they were, nothing is written past W.
-        backend: see `mla_portable.primitives`.
+        kv_layout, backend: see `mla_portable.primitives`.
     Returns: `out`: latent = bf16(e4m3 * float32 scale), rope bit for bit, zeros for a token without a block.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
     """
-    facts = check(kv_cache, block_table, seq_lens, workspace_starts, out)
+    facts = check(kv_cache, block_table, seq_lens, workspace_starts, out, kv_layout)
     return find(GATHER_UPCONVERT, backend, kv_cache, facts).call(kv_cache, block_table, seq_lens, workspace_starts, out=out)
 
 
-class Facts(NamedTuple):
-    """The fields of a Request that a call's arguments decide."""
-
-    kv_layout: str
-    block_size: int
-    cache_alignment: int
-    uneven_blocks: bool
-
-
-def check(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, out: Tensor) -> Facts:
+def check(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    out: Tensor,
+    kv_layout: str | None = None,
+) -> CacheFacts:
     """Raise InvalidArgument, or return the facts.
 
     How many rows `out` needs is known on the device only; rows past it are not written.
     """
     where = TENSORS.where
     check_dense(where, "kv_cache", kv_cache, "[blocks, block_size, row width]")
-    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, kv_cache.device)
-    check_flat_rows(where, "out", out, layout.workspace, kv_cache.device)
+    facts = check_cache(where, "kv_cache", kv_cache, kv_cache.device, kv_layout=kv_layout)
+    check_flat_rows(where, "out", out, facts.layout.workspace, kv_cache.device)
     TENSORS.check((kv_cache, block_table, seq_lens, workspace_starts, out), {})
-    return Facts(layout.name, block_size, alignment, bool(block_stride % layout.row_pitch))
+    return facts
 
 
 @isolated
-def reference(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor) -> Tensor:
+def reference(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    *,
+    out: Tensor,
+    kv_layout: str | None = None,
+) -> Tensor:
     """Copy each request's cached tokens into consecutive bf16 rows of `out`.
 
     Negative lengths count as 0. Synchronises the host on a GPU, once. Not graph-safe.
     """
-    rows = CacheRows(kv_cache)
+    rows = CacheRows(kv_cache, kv_layout=kv_layout)
     num_blocks, block_size, _ = kv_cache.shape
     columns = block_table.shape[1]
     starts = workspace_starts.long()
@@ -131,7 +138,7 @@ def reference(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace
 GATHER_UPCONVERT: Final = Primitive[GatherUpconvert](
     "gather_upconvert",
     module=__name__,
-    facts=Facts._fields,
+    facts=CacheFacts._fields,
     results=("out",),
     cache=KV,
     stated=("scale_format",),

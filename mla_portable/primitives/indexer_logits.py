@@ -36,6 +36,8 @@ class IndexerLogits(Protocol):
     Returns out [T, N] float32: out[t, s] = sum_h weights[t, h] * max(q[t, h] . k[s], 0) for positions s up to the token's
     own. All else is -inf: later positions, those without a block in the cache, and tokens that belong to no request.
     So is a score that is NaN, of a key, query or weight; max(NaN, 0) is NaN.
+    What declares `Support.needs_whole_tables` is called only where every position below a length has a block
+    (`Request.whole_tables`); what declares `needs_uniform_query_len`, only where each request has T / R tokens.
 
     An implementation with a `schedule_kind` takes one more keyword, `schedule`, which is passed where there is one. It was
     planned for so many tokens and requests, all of which have equally many.
@@ -65,6 +67,7 @@ def indexer_logits(
     *,
     schedule: DecodeSchedule | None = None,
     out: Tensor,
+    kv_layout: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Score the cached tokens of each request, for each of its query tokens.
@@ -81,13 +84,13 @@ def indexer_logits(
         block_table: [R, columns] int32.
         schedule: from a planner of the kind that serves, for T tokens of R requests; None: one is made in the call.
         out: [T, N] float32, written; column s is position s of the token's request.
-        backend: see `mla_portable.primitives`.
+        kv_layout, backend: see `mla_portable.primitives`.
     Returns: `out` = sum over heads of weights * max(q.k, 0); -inf where a token sees no key: past its own position, without
         a block, or where the token belongs to no request. A score that is NaN is -inf.
     Raises: InvalidArgument, PlanMismatch (a schedule made for another call or another kind of kernel), UnknownBackend,
         UnsupportedRequest. Graph-safe.
     """
-    facts = check(q, weights, index_cache, query_start_loc, seq_lens, block_table, schedule, out)
+    facts = check(q, weights, index_cache, query_start_loc, seq_lens, block_table, schedule, out, kv_layout)
     served = find(INDEXER_LOGITS, backend, q, facts)
     own = schedule_keyword(TENSORS.where, served, schedule)
     return served.call(q, weights, index_cache, query_start_loc, seq_lens, block_table, out=out, **own)
@@ -102,9 +105,11 @@ def check(
     block_table: Tensor,
     schedule: DecodeSchedule | None,
     out: Tensor,
+    kv_layout: str | None = None,
 ) -> PageFacts:
     """Raise InvalidArgument, or PlanMismatch for the schedule, or return the facts."""
-    return check_pages(TENSORS, (q, weights, index_cache, query_start_loc, seq_lens, block_table), (out,), {}, schedule)
+    pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
+    return check_pages(TENSORS, pages, (out,), {}, schedule, kv_layout)
 
 
 @isolated
@@ -118,6 +123,7 @@ def reference(
     *,
     schedule: DecodeSchedule | None = None,
     out: Tensor,
+    kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Weighted sums over heads of the positive part of q.k.
@@ -126,7 +132,7 @@ def reference(
     """
     out.fill_(-math.inf)
     pages = index_cache, query_start_loc, seq_lens, block_table
-    for rows, found in seen_scores(q, weights, *pages, width=out.shape[1], dtype=dtype):
+    for rows, found in seen_scores(q, weights, *pages, kv_layout=kv_layout, width=out.shape[1], dtype=dtype):
         out[rows, : found.shape[1]] = found
     return out
 
@@ -136,6 +142,7 @@ INDEXER_LOGITS: Final = Primitive[IndexerLogits](
     module=__name__,
     facts=PageFacts._fields,
     results=("out",),
+    stated=("uniform_query_len", "whole_tables"),
     cache=INDEX,
     typical={"num_heads": DEEPSEEK_V32.index_heads, "kv_layout": "index_fp8"},
     reference=reference,

@@ -70,6 +70,7 @@ def indexer_logits_ragged(
     row_ends: Tensor,
     *,
     out: Tensor,
+    kv_layout: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Score gathered keys, of a range of them for each query token.
@@ -79,11 +80,11 @@ def indexer_logits_ragged(
             are multiplied into them.
         keys: [N, 128] bf16 or float8_e4m3fn. key_scales: [N] float32 for e4m3 keys, else None.
         row_starts, row_ends: [T] int32, the keys that each token sees, clamped to [0, N].
-        out: [T, N] float32, written. backend: see `mla_portable.primitives`.
+        out: [T, N] float32, written. kv_layout, backend: see `mla_portable.primitives`.
     Returns: `out` = sum over heads of weights * max(q.k, 0) for keys of the token's range, -inf elsewhere.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
     """
-    facts = check(q, weights, keys, key_scales, row_starts, row_ends, out)
+    facts = check(q, weights, keys, key_scales, row_starts, row_ends, out, kv_layout)
     return find(INDEXER_LOGITS_RAGGED, backend, q, facts).call(q, weights, keys, key_scales, row_starts, row_ends, out=out)
 
 
@@ -103,6 +104,7 @@ def check(
     row_starts: Tensor,
     row_ends: Tensor,
     out: Tensor,
+    kv_layout: str | None = None,
 ) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
@@ -111,6 +113,8 @@ def check(
     if keys.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         refuse(where, "keys", keys.dtype, "torch.bfloat16 or torch.float8_e4m3fn")
     layout = INDEX_BF16 if keys.dtype == torch.bfloat16 else INDEX_FP8
+    if kv_layout is not None and kv_layout != layout.name:
+        refuse(where, "kv_layout", repr(kv_layout), f"{layout.name!r} for {keys.dtype} keys")
     if (key_scales is not None) is not layout.is_quantized:
         got = "None" if key_scales is None else "a tensor"
         refuse(where, "key_scales", got, "[N] float32 for e4m3 keys, None for bf16 keys")
@@ -129,9 +133,10 @@ def reference(
     row_ends: Tensor,
     *,
     out: Tensor,
+    kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Weighted sums over heads of the positive part of q.k. `dtype` is that of the arithmetic."""
+    """Weighted sums over heads of the positive part of q.k. `dtype` is that of the arithmetic; keys tell the layout."""
     values = keys.float().to(dtype)
     if key_scales is not None:
         values.mul_(key_scales.to(dtype).unsqueeze(1))

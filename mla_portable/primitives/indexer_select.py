@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_portable.contracts import DecodeSchedule, Primitive
 from mla_portable.contracts.share import ContextShare, check_share
-from mla_portable.contracts.values import INT32_MAX, check_count, refuse
+from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX
@@ -36,17 +36,19 @@ TENSORS: Final = TensorTable(
 
 
 class IndexerSelect(Protocol):
-    """The positions of the K best-scored cached tokens of each query token, in ascending order.
+    """The positions of the K best-scored cached tokens of each query token, in ascending order; in any where none is asked for.
 
     Arguments as of `IndexerLogits`, but for `out` [T, topk] int32, written and returned: positions in the token's request,
-    then -1. Chosen are the largest of the scores that indexer_logits gives, in float32, as topk_select chooses; -inf and NaN
-    never. A token that sees at most topk positions gets all of them that have a block; they need not be scored, so NaN may be
-    chosen there. Graph-safe with `out`; at most 64 MiB of scratch may be allocated on the current stream, at any batch and
-    context. Scores of as many tokens as fit are computed at a time, so a wide block table costs time: pass the columns in use.
+    then -1. What is bound for a request without `Request.ordered` may list them in any order, in front of -1. Chosen are the
+    largest of the scores that indexer_logits gives, in float32, as topk_select chooses; -inf and NaN never. A token that sees
+    at most topk positions gets all of them that have a block; they need not be scored, so NaN may be chosen there. Graph-safe
+    with `out`; at most 64 MiB of scratch may be allocated on the current stream, at any batch and context. Scores of as many
+    tokens as fit are computed at a time, so a wide block table costs time: pass the columns in use.
 
     With dcp_size > 1 cache and block table hold the own positions of dcp_rank (`ContextShare`), and K of these are chosen among
     those that the token sees. scores_out [T, topk] float32 is written: the score of each entry of `out`, -inf where that is -1.
-    An implementation that does not declare `Support.context_parallel` is called without these four arguments.
+    An implementation that does not declare `Support.context_parallel` is called without these four arguments. One that declares
+    `Support.needs_whole_tables` is called only where every position below a length has a block (`Request.whole_tables`).
 
     An implementation with a `schedule_kind` takes one more keyword, `schedule`, which is passed where there is one. It was
     planned for so many tokens and requests, all of which have equally many.
@@ -80,12 +82,14 @@ def indexer_select(
     block_table: Tensor,
     *,
     topk: int,
+    ordered: bool = True,
     dcp_size: int = 1,
     dcp_rank: int = 0,
     interleave: int = 1,
     schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     scores_out: Tensor | None = None,
+    kv_layout: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """The positions of the K best-scored cached tokens of each query token: `topk_select` of `indexer_logits`.
@@ -94,7 +98,9 @@ def indexer_select(
 
     Args:
         q, weights, index_cache, query_start_loc, seq_lens, block_table: as of `indexer_logits`.
-        topk: K, at least 1. out: [T, K] int32, written; it overlaps no input. backend: see `mla_portable.primitives`.
+        topk: K, at least 1. out: [T, K] int32, written; it overlaps no input. kv_layout, backend: see
+            `mla_portable.primitives`.
+        ordered: False allows any order of the positions, still in front of -1, which may differ from call to call.
         dcp_size, dcp_rank, interleave: `index_cache` and `block_table` hold the share of one rank of a `ContextShare`, in
             blocks of a multiple of `interleave`; `seq_lens` and positions are those of the whole sequence. Chosen are the best
             of the rank's own. The K best of all are among what the ranks choose: those of the highest scores there, and of
@@ -108,7 +114,7 @@ def indexer_select(
         UnsupportedRequest. Graph-safe with `out`.
     """
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
-    facts = check(*pages, topk, dcp_size, dcp_rank, interleave, schedule, out, scores_out)
+    facts = check(*pages, topk, ordered, dcp_size, dcp_rank, interleave, schedule, out, scores_out, kv_layout)
     served = find(INDEXER_SELECT, backend, q, facts)
     own = schedule_keyword(TENSORS.where, served, schedule)
     if dcp_size == 1 and scores_out is None:
@@ -121,12 +127,13 @@ class Facts(NamedTuple):
     """The fields of a Request that a call's arguments decide: first those of `PageFacts`."""
 
     kv_layout: str
-    num_heads: int
-    block_size: int
+    block_size: int | None
     cache_alignment: int
     uneven_blocks: bool
+    num_heads: int
     rows: int | None
     topk: int
+    ordered: bool
     context_parallel: bool
 
 
@@ -138,24 +145,27 @@ def check(
     seq_lens: Tensor,
     block_table: Tensor,
     topk: int,
+    ordered: bool,
     dcp_size: int,
     dcp_rank: int,
     interleave: int,
     schedule: DecodeSchedule | None,
     out: Tensor | None,
     scores_out: Tensor | None,
+    kv_layout: str | None = None,
 ) -> Facts:
     """Raise InvalidArgument, or PlanMismatch for the schedule, or return the facts."""
     where = TENSORS.where
     check_count(where, "topk", topk, 1, INT32_MAX)
+    check_flag(where, "ordered", ordered)
     check_share(where, dcp_size, dcp_rank, interleave)
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
-    facts = check_pages(TENSORS, pages, (out, scores_out), {"K": topk}, schedule)
+    facts = check_pages(TENSORS, pages, (out, scores_out), {"K": topk}, schedule, kv_layout)
     check_result_size(where, topk, q.shape[0], out)
     if index_cache.shape[1] % interleave:
         expected = f"a divisor of block_size, {index_cache.shape[1]}"
         refuse(where, "interleave", str(interleave), expected)
-    return Facts(*facts, topk, dcp_size > 1 or scores_out is not None)
+    return Facts(*facts, topk, ordered, dcp_size > 1 or scores_out is not None)
 
 
 @isolated
@@ -174,6 +184,7 @@ def reference(
     schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     scores_out: Tensor | None = None,
+    kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """A stable sort of the scores of some tokens at a time.
@@ -187,7 +198,7 @@ def reference(
     if scores_out is not None:
         scores_out.fill_(-math.inf)
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
-    for rows, found in seen_scores(*pages, dtype=dtype, share=share):
+    for rows, found in seen_scores(*pages, kv_layout=kv_layout, dtype=dtype, share=share):
         starts = torch.zeros(found.shape[0], dtype=torch.int32, device=q.device)
         ends = torch.full_like(starts, found.shape[1])
         own = select(found.float(), starts, ends, topk=topk, out=out[rows]).long()
@@ -202,6 +213,7 @@ INDEXER_SELECT: Final = Primitive[IndexerSelect](
     module=__name__,
     facts=Facts._fields,
     results=("out",),
+    stated=("whole_tables",),
     cache=INDEX,
     typical=INDEXER_LOGITS.typical,
     reference=reference,

@@ -157,17 +157,21 @@ def check(
         refuse(where, "query_start_loc", "shape [0]", "[R + 1], at least one value", "Pass [0] for no request.")
     sizes = TENSORS.check((q, k, v, query_start_loc, key_start_loc, selection, out, lse_out), {"R": shape[0] - 1})
     check_scale(where, "softmax_scale", softmax_scale)
-    _check_starts("query_start_loc", query_start_loc, "T", sizes["T"], "max_query_len", max_query_len)
-    _check_starts("key_start_loc", key_start_loc, "N", sizes["N"], "max_key_len", max_key_len)
+    check_starts(where, "query_start_loc", query_start_loc, "T", sizes["T"], "max_query_len", max_query_len)
+    check_starts(where, "key_start_loc", key_start_loc, "N", sizes["N"], "max_key_len", max_key_len)
     return Facts(sizes["H"], sizes["Dqk"], sizes["Dv"], selection is not None, lse=True, rows=rounded_rows(sizes["T"]))
 
 
-def _check_starts(name: str, starts: Tensor, axis: str, size: int, bound: str, longest: int) -> None:
-    """The values, where nothing has to be read back for them."""
+def check_starts(where: str, name: str, starts: Tensor, axis: str, size: int, bound: str, longest: int) -> None:
+    """The values of `name`, where nothing has to be read back for them. Raises: InvalidArgument, in the words of `where`.
+
+    Args:
+        axis, size: of the rows that `starts` divides. bound, longest: the argument that bounds the rows of a request.
+    """
     if not starts.is_cpu:
         return
     values: list[int] = starts.tolist()
-    where, lengths = TENSORS.where, [end - begin for begin, end in pairwise(values)]
+    lengths = [end - begin for begin, end in pairwise(values)]
     if values[0] < 0 or values[-1] > size or min(lengths, default=0) < 0:
         shown = f"values from {values[0]} to {values[-1]}" + (", decreasing" if min(lengths, default=0) < 0 else "")
         refuse(where, name, shown, f"values from 0 to {axis} = {size}, not decreasing")

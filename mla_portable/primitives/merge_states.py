@@ -43,11 +43,6 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: str | None = None) -> t
     Returns: (out [..., D] in the dtype of outs, lse [...] float32); where all parts are empty, 0 and -inf.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Allocates its results.
     """
-    return find(MERGE_STATES, backend, outs, check(outs, lses)).call(outs, lses)
-
-
-def check(outs: Tensor, lses: Tensor) -> tuple[()]:
-    """Raise InvalidArgument, or return no facts: the shapes do not affect the choice of an implementation."""
     where = "merge_states"
     check_dense(where, "outs", outs, "[P, ..., D]")
     if outs.dim() < 2:
@@ -60,7 +55,7 @@ def check(outs: Tensor, lses: Tensor) -> tuple[()]:
     device = outs.device
     check_tensor(where, "outs", outs, outs.dtype, shape, device, "[P, ..., D]")
     check_tensor(where, "lses", lses, torch.float32, shape[:-1], device, "[P, ...]")
-    return ()
+    return find(MERGE_STATES, backend, outs, ()).call(outs, lses)  # shapes do not affect the choice
 
 
 @isolated

@@ -44,11 +44,6 @@ def quantize_per_tensor(
     Returns: (x_q of `dtype`, scale 0-d float32), scale = max(amax(|x|), 1e-10) / greatest finite value of `dtype`.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Allocates its results; no read-back.
     """
-    return find(QUANTIZE_PER_TENSOR, backend, x, check(x, dtype)).call(x, dtype)
-
-
-def check(x: Tensor, dtype: torch.dtype) -> tuple[()]:
-    """Raise InvalidArgument, or return no facts: the shape does not affect the choice of an implementation."""
     where = "quantize_per_tensor"
     check_dense(where, "x", x, "of any shape")
     check_resolved(where, "x", x)
@@ -56,7 +51,7 @@ def check(x: Tensor, dtype: torch.dtype) -> tuple[()]:
         refuse(where, "x", x.dtype, "torch.bfloat16, torch.float16 or torch.float32")
     if dtype not in QUANTIZED_DTYPES:
         refuse(where, "dtype", dtype, " or ".join(map(str, QUANTIZED_DTYPES)))
-    return ()
+    return find(QUANTIZE_PER_TENSOR, backend, x, ()).call(x, dtype)  # the shape does not affect the choice
 
 
 @isolated

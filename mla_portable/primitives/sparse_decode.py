@@ -12,7 +12,7 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, PlanMismatch, Primitive
 from mla_portable.contracts.values import check_scale, describe, refuse, rounded_rows
 from mla_portable.dispatch import find, opaque
-from mla_portable.kit.results import attention_results
+from mla_portable.kit.results import head_results
 from mla_portable.kit.rules import check_cache, check_dense, check_disjoint
 from mla_portable.kit.second_cache import check_second_cache, is_nope, second_cache
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
@@ -82,6 +82,7 @@ def sparse_decode(
     schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    kv_layout: str | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of B x S query tokens over chosen slots of the paged cache.
@@ -98,13 +99,13 @@ def sparse_decode(
             may be empty by its lengths.
         schedule: from a planner, for B * S rows of H heads and width K; its scratch is used instead of fresh memory.
         out: [B, S, H, 512] bf16, lse_out: [B, S, H] float32, written; they overlap no input.
-        backend: see `mla_portable.primitives`.
+        kv_layout, backend: see `mla_portable.primitives`.
     Returns: (out, lse): lse is the natural logarithm, without the sink; a row without a valid index has 0 and -inf.
     Raises: InvalidArgument, PlanMismatch (a schedule made for other shapes or another kind of kernel), UnknownBackend,
         UnsupportedRequest. Graph-safe with `out`, `lse_out` and, where the kernel takes one, `schedule`.
     """
     extra = (extra_kv_cache, extra_indices, extra_lengths)
-    facts = check(q, kv_cache, indices, softmax_scale, lengths, attn_sink, *extra, schedule, out, lse_out)
+    facts = check(q, kv_cache, indices, softmax_scale, lengths, attn_sink, *extra, schedule, out, lse_out, kv_layout)
     served = find(SPARSE_DECODE, backend, q, facts)
     if schedule is not None:
         served.check_schedule(TENSORS.where, schedule)
@@ -126,12 +127,12 @@ class Facts(NamedTuple):
     """The fields of a Request that a call's arguments decide."""
 
     kv_layout: str
-    num_heads: int
-    topk: int
-    block_size: int
-    query_len: int
+    block_size: int | None
     cache_alignment: int
     uneven_blocks: bool
+    num_heads: int
+    topk: int
+    query_len: int
     lengths: bool
     attn_sink: bool
     lse: bool
@@ -155,6 +156,7 @@ def check(
     schedule: DecodeSchedule | None,
     out: Tensor | None,
     lse_out: Tensor | None,
+    kv_layout: str | None = None,
 ) -> Facts:
     """Raise InvalidArgument, or return the facts.
 
@@ -162,10 +164,9 @@ def check(
     """
     where = TENSORS.where
     check_dense(where, "q", q, "[B, S, H, key width]")
-    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, q.device, may_overlap=True)
-    extra_size, extra_stride, alignment = check_second_cache(
-        where, layout, alignment, q.device, extra_kv_cache, extra_indices, extra_lengths
-    )
+    first = check_cache(where, "kv_cache", kv_cache, q.device, kv_layout=kv_layout, may_overlap=True)
+    extra_size, caches = check_second_cache(where, first, q.device, extra_kv_cache, extra_indices, extra_lengths)
+    layout = first.layout
     nope = is_nope(q, layout)
     sizes = {"key": layout.value_width if nope else layout.key_width, "value": layout.value_width}
     extra = (extra_kv_cache, extra_indices, extra_lengths)
@@ -187,15 +188,11 @@ def check(
             read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
             read |= {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices, "extra_lengths": extra_lengths}
             check_disjoint(where, {"out": out, "lse_out": lse_out}, read, scratch)
-    pitch = layout.row_pitch
     return Facts(
-        layout.name,
+        *caches,
         num_heads,
         topk,
-        block_size,
         query_len,
-        alignment,
-        bool(block_stride % pitch or extra_stride % pitch),
         lengths is not None,
         attn_sink is not None,
         True,
@@ -223,6 +220,7 @@ def reference(
     schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Attention of B x S query tokens over chosen slots of the paged cache.
@@ -230,10 +228,11 @@ def reference(
     `schedule` is not used. `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever B
     and S. Not graph-safe.
     """
-    out, lse_out = attention_results(q, kv_cache, out, lse_out)
-    lists = [Keys(CacheRows(kv_cache), indices, lengths)]
+    rows = CacheRows(kv_cache, kv_layout=kv_layout)
+    out, lse_out = head_results(q, rows.layout.value_width, out, lse_out)
+    lists = [Keys(rows, indices, lengths)]
     if extra_kv_cache is not None and extra_indices is not None:
-        lists.append(Keys(CacheRows(extra_kv_cache), extra_indices, extra_lengths))
+        lists.append(Keys(CacheRows(extra_kv_cache, kv_layout=rows.layout.name), extra_indices, extra_lengths))
     for s in range(q.shape[1]):  # [:, s] is a view for any strides; flattening [B, S] might be a copy
         attend(
             q[:, s],

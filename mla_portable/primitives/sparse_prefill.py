@@ -12,11 +12,11 @@ from torch import Tensor
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import check_scale, rounded_rows
 from mla_portable.dispatch import find, opaque
-from mla_portable.kit.results import attention_results
-from mla_portable.kit.rules import check_cache, check_dense, check_flat_rows, rows_alignment, shape_of
+from mla_portable.kit.results import head_results
+from mla_portable.kit.rules import CacheFacts, check_cache, check_dense, check_flat_rows, facts_of_rows, shape_of
 from mla_portable.kit.second_cache import check_second_cache, is_nope, second_cache
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import KV, CacheLayout, layout_of
+from mla_portable.layouts import KV, layout_of
 from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
 
@@ -81,6 +81,7 @@ def sparse_prefill(
     extra_lengths: Tensor | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    kv_layout: str | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T query tokens over chosen rows of a workspace, of a flat bf16 cache, or of the paged FP8 cache.
@@ -92,12 +93,12 @@ def sparse_prefill(
         softmax_scale, lengths [T] int32, attn_sink [H] float32: as in `sparse_decode`.
         extra_kv_cache, extra_indices [T, E] int32, extra_lengths [T] int32: likewise; the second one is flat or paged as kv is.
         out: [T, H, 512] bf16, lse_out: [T, H] float32, written; they overlap no input.
-        backend: see `mla_portable.primitives`.
+        kv_layout, backend: see `mla_portable.primitives`.
     Returns: (out, lse) as in `sparse_decode`.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out` and `lse_out`.
     """
     extra = (extra_kv_cache, extra_indices, extra_lengths)
-    facts = check(q, kv, indices, softmax_scale, lengths, attn_sink, *extra, out, lse_out)
+    facts = check(q, kv, indices, softmax_scale, lengths, attn_sink, *extra, out, lse_out, kv_layout)
     return find(SPARSE_PREFILL, backend, q, facts).call(
         q,
         kv,
@@ -115,11 +116,11 @@ class Facts(NamedTuple):
     """The fields of a Request that a call's arguments decide."""
 
     kv_layout: str
-    num_heads: int
-    topk: int
     block_size: int | None
     cache_alignment: int
     uneven_blocks: bool
+    num_heads: int
+    topk: int
     lengths: bool
     attn_sink: bool
     lse: bool
@@ -142,27 +143,23 @@ def check(
     extra_lengths: Tensor | None,
     out: Tensor | None,
     lse_out: Tensor | None,
+    kv_layout: str | None = None,
 ) -> Facts:
     """Raise InvalidArgument, or return the facts; block_size is None for bfloat16 rows, which are flat."""
     where = TENSORS.where
     check_dense(where, "q", q, "[T, H, key width]")
-    layout, block_size, block_stride, alignment = _check_rows("kv", kv, q.device)
-    extra_size, extra_stride, alignment = check_second_cache(
-        where, layout, alignment, q.device, extra_kv_cache, extra_indices, extra_lengths, read=_check_rows
-    )
+    first = _check_rows("kv", kv, q.device, kv_layout=kv_layout)
+    extra = (extra_kv_cache, extra_indices, extra_lengths)
+    extra_size, caches = check_second_cache(where, first, q.device, *extra, read=_check_rows)
+    layout = first.layout
     nope = is_nope(q, layout)
     sizes = {"key": layout.value_width if nope else layout.key_width, "value": layout.value_width}
-    extra = (extra_kv_cache, extra_indices, extra_lengths)
     TENSORS.check((q, kv, indices, lengths, attn_sink, *extra, out, lse_out), sizes)
     check_scale(where, "softmax_scale", softmax_scale)
-    pitch = layout.row_pitch
     return Facts(
-        layout.name,
+        *caches,
         sizes["H"],
         sizes["K"],
-        block_size,
-        alignment,
-        bool(block_stride % pitch or extra_stride % pitch),
         lengths is not None,
         attn_sink is not None,
         True,
@@ -174,19 +171,19 @@ def check(
     )
 
 
-def _check_rows(argument: str, kv: Tensor, device: torch.device) -> tuple[CacheLayout, int | None, int, int]:
+def _check_rows(argument: str, kv: Tensor, device: torch.device, *, kv_layout: str | None) -> CacheFacts:
     """As `check_cache`, of flat rows as well; block_size is None for these."""
     where = TENSORS.where
     check_dense(where, argument, kv, "[W, row width] or [blocks, block_size, row width]")
-    layout = layout_of(kv, where=where, argument=argument)
+    layout = layout_of(kv, name=kv_layout, where=where, argument=argument)
     width = layout.row_width
     if layout.is_quantized:
         remedy = "Pass the paged cache itself: FP8 rows are read in place."
         shape_of(where, argument, kv, 3, f"[blocks, block_size, {width}]", remedy)
-        return check_cache(where, argument, kv, device)
+        return check_cache(where, argument, kv, device, kv_layout=layout.name)
     shape_of(where, argument, kv, 2, f"[W, {width}]", f"Flatten a bfloat16 cache: kv_cache.view(-1, {width}).")
     check_flat_rows(where, argument, kv, layout, device)
-    return layout, None, 0, rows_alignment(kv)
+    return facts_of_rows(kv, layout)
 
 
 @isolated
@@ -203,16 +200,18 @@ def reference(
     extra_lengths: Tensor | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T query tokens over rows of a workspace or slots of a paged cache.
 
     `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
     """
-    out, lse_out = attention_results(q, kv, out, lse_out)
-    lists = [Keys(CacheRows(kv), indices, lengths)]
+    rows = CacheRows(kv, kv_layout=kv_layout)
+    out, lse_out = head_results(q, rows.layout.value_width, out, lse_out)
+    lists = [Keys(rows, indices, lengths)]
     if extra_kv_cache is not None and extra_indices is not None:
-        lists.append(Keys(CacheRows(extra_kv_cache), extra_indices, extra_lengths))
+        lists.append(Keys(CacheRows(extra_kv_cache, kv_layout=rows.layout.name), extra_indices, extra_lengths))
     attend(q, lists, softmax_scale, attn_sink, out, lse_out, dtype)
     return out, lse_out
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.values import INT32_MAX, check_count, refuse, rounded_rows
+from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse, rounded_rows
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.primitives._reference import isolated
@@ -32,12 +32,13 @@ TENSORS: Final = TensorTable(
 
 
 class TopkSelect(Protocol):
-    """The positions of the K largest scores of each row, in ascending order.
+    """The positions of the K largest scores of each row, in ascending order; in any where the request does not ask for it.
 
     logits [T, N] float32; row t is searched from column row_starts[t] to row_ends[t], [T] int32, clamped to [0, N]; the
     range is empty where the end is not past the start. Returns out [T, topk] int32, which is `out` where given: positions
     relative to the clamped start, then -1. Of equal scores (0.0 equals -0.0) the lower positions are chosen; -inf and NaN
-    never are.
+    never are. What is bound for a request without `Request.ordered` may list them in any order, in front of -1; which ones are
+    chosen stays the same.
     Graph-safe with `out`; scratch of at most 64 MiB may be allocated on the current stream.
     """
 
@@ -53,6 +54,7 @@ def topk_select(
     row_ends: Tensor,
     *,
     topk: int,
+    ordered: bool = True,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -61,12 +63,13 @@ def topk_select(
     Args:
         logits: [T, N] float32. row_starts, row_ends: [T] int32, the columns of each row that count, clamped to [0, N].
         topk: K, at least 1; T * K is less than 2**31 where no `out` is given. out: [T, K] int32, written; it overlaps no input.
+        ordered: False allows any order of the positions, still in front of -1, which may differ from call to call.
         backend: see `mla_portable.primitives`.
     Returns: [T, K] int32, positions relative to the row's start, then -1 where fewer than K scores are greater than -inf. Of
         equal scores the lower positions are chosen; -inf and NaN never are.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
     """
-    facts = check(logits, row_starts, row_ends, topk, out)
+    facts = check(logits, row_starts, row_ends, topk, ordered, out)
     return find(TOPK_SELECT, backend, logits, facts).call(logits, row_starts, row_ends, topk=topk, out=out)
 
 
@@ -74,15 +77,17 @@ class Facts(NamedTuple):
     """The fields of a Request that a call's arguments decide."""
 
     topk: int
+    ordered: bool
     rows: int
 
 
-def check(logits: Tensor, row_starts: Tensor, row_ends: Tensor, topk: int, out: Tensor | None) -> Facts:
+def check(logits: Tensor, row_starts: Tensor, row_ends: Tensor, topk: int, ordered: bool, out: Tensor | None) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     check_count(TENSORS.where, "topk", topk, 1, INT32_MAX)
+    check_flag(TENSORS.where, "ordered", ordered)
     sizes = TENSORS.check((logits, row_starts, row_ends, out), {"K": topk})
     check_result_size(TENSORS.where, topk, sizes["T"], out)
-    return Facts(topk, rounded_rows(sizes["T"]))
+    return Facts(topk, ordered, rounded_rows(sizes["T"]))
 
 
 def check_result_size(where: str, topk: int, num_rows: int, out: Tensor | None) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 from mla_portable.contracts import Features, Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.contracts.primitive import F
@@ -42,14 +43,20 @@ def _implementation(primitive: Primitive[F], reference: F) -> Implementation[F]:
         needs_bf16=False,
         **_FEATURES,
     )
-    bind = _bind_to(reference, primitive.reference_float32)
+    bind = _bind_to(reference, primitive.reference_float32, names_layout=bool(primitive.cache))
     return Implementation(_NAME, primitive, support, bind, preference=_PREFERENCE)
 
 
-def _bind_to(reference: F, in_float32: F | None) -> Callable[[Request[F]], F]:
-    """A `bind`: one function for every shape; products in float32 where the device's float64 cannot be trusted."""
+def _bind_to(reference: F, in_float32: F | None, *, names_layout: bool) -> Callable[[Request[F]], F]:
+    """A `bind`: one function for every shape; products in float32 where the device's float64 cannot be trusted.
+
+    names_layout: it takes the layout of its cache by name.
+    """
 
     def bind(request: Request[F]) -> F:
-        return reference if in_float32 is None or request.device.has_fp64 else in_float32
+        function = reference if in_float32 is None or request.device.has_fp64 else in_float32
+        if not names_layout or request.kv_layout is None:
+            return function
+        return cast(F, partial(cast("Callable[..., Any]", function), kv_layout=request.kv_layout))
 
     return bind

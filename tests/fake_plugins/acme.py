@@ -6,7 +6,7 @@ from __future__ import annotations
 from fake_plugins import never_runs
 from mla_portable.contracts import Implementation, Registrar, Support, hookimpl
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 FUSED = Support(
     source="Acme's manual, page 3",

@@ -94,3 +94,31 @@ def logits_half_written(q, cu_q, cu_kv, cache, block_table, weights, logits_out,
     ops.compute_block_sparse_mqa_logits_perf(q, cu_q, cu_kv, cache, block_table, weights, whole, max_q, max_kv, max_ctx)
     logits_out.fill_(math.nan)
     logits_out[:, : max_ctx // 4] = whole[:, : max_ctx // 4]
+
+
+def topk_writes_columns(logits, ks, ke, topk, buffer):
+    """Not positions relative to a row's start. Harmless: all rows start at column 0."""
+    ops.topk_indices(logits, ks, ke, topk, buffer, relative=False)
+
+
+def topk_leaves_the_rest(logits, ks, ke, topk, buffer):
+    """Writes no -1 behind the positions that it finds, and counts -inf among them. Harmless: the buffer is -1 before."""
+    whole = torch.empty_like(buffer)
+    ops.topk_indices(logits, ks, ke, topk, whole)
+    buffer.copy_(torch.where(whole >= 0, whole, buffer))
+
+
+def topk_takes_the_later_of_equal_scores(logits, ks, ke, topk, buffer):
+    width = logits.shape[1]
+    ops.topk_indices(logits.flip(1).contiguous(), width - ke, torch.full_like(ke, width), topk, buffer)
+    buffer.copy_(torch.where(buffer >= 0, ke.unsqueeze(1) - 1 - buffer, -1))
+
+
+def topk_ignores_the_end(logits, ks, ke, topk, buffer):
+    """Searches whole rows. Harmless: what is past the end is -inf."""
+    ops.topk_indices(logits, ks, torch.full_like(ke, logits.shape[1]), topk, buffer)
+
+
+def topk_is_one_short(logits, ks, ke, topk, buffer):
+    ops.topk_indices(logits, ks, ke, topk, buffer)
+    buffer[:, -1] = -1

@@ -34,12 +34,15 @@ _FUNCTIONS = "ixformer.inference.functions"
 COREX_42: Packages = {
     f"{_FUNCTIONS}:vllm_concat_and_cache_mla": ops.vllm_concat_and_cache_mla,
     f"{_FUNCTIONS}:dsa_indexer_mqa_logits_with_blocks": ops.dsa_indexer_mqa_logits_with_blocks,
+    f"{_FUNCTIONS}:dsa_update_topk_indices": ops.dsa_update_topk_indices,
     "vllm._custom_ops:dsa_convert_req_index_to_global_index": ops.dsa_convert_req_index_to_global_index,
     "vllm.v1.attention.ops.flashmla:flash_mla_sparse_prefill": ops.flash_mla_sparse_prefill,
 }
 COREX_45: Packages = {
     f"{_FUNCTIONS}:vllm_concat_and_cache_mla": ops.vllm_concat_and_cache_mla,
     f"{_FUNCTIONS}:dsa_indexer_mqa_logits_with_blocks": ops.dsa_indexer_mqa_logits_with_blocks,
+    f"{_FUNCTIONS}:dsa_update_topk_indices": ops.dsa_update_topk_indices,
+    f"{_KERNELS}.concat_and_cache_mla:concat_and_cache_mla": ops.concat_and_cache_mla,
     f"{_KERNELS}.{_LOGITS}.perf_impl:{_LOGITS}_perf": ops.compute_block_sparse_mqa_logits_perf,
     "ixtriturbo._C:ops.flash_mla_sparse_v2": ops.flash_mla_sparse_v2,
     f"{_KERNELS}.{_MAP_PREFILL}.perf_impl:{_MAP_PREFILL}_perf": ops.map_prefill_request_block_indices_to_global_blocks_perf,

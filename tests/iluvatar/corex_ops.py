@@ -124,6 +124,12 @@ def map_prefill_request_block_indices_to_global_blocks_perf(
     return indices, ((indices >= 0).sum(1, dtype=torch.int32) if return_valid_counts else None)
 
 
+def concat_and_cache_mla(kv, kpe, cache, slots, kv_cache_dtype, scale):
+    """Of vllm_iluvatar: the scale is one float32."""
+    need("concat_and_cache_mla", "scale", scale, torch.float32, (1,))
+    vllm_concat_and_cache_mla(kv, kpe, cache, slots, kv_cache_dtype, scale)
+
+
 def vllm_concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
     op = "vllm_concat_and_cache_mla"
     need(op, "kv_c", kv_c, torch.bfloat16, (None, 512))
@@ -203,3 +209,27 @@ def dsa_indexer_mqa_logits_with_blocks(
         run = lambda *arguments: mqa_logits("dsa_indexer_mqa_logits_with_blocks", *arguments)  # noqa: E731
     run(q, cu_seqlens_q, cu_seqlens_kv, kv_cache, block_table, weights, logits, lens)
     return logits
+
+
+def topk_indices(logits, cu_seqlen_ks, cu_seqlen_ke, topk, topk_indices_buffer, *, relative: bool = True) -> None:
+    """Whole rows of the buffer, the largest score first, then -1. relative: to a row's start, or columns."""
+    op = "dsa_update_topk_indices"
+    rows, width = logits.shape
+    need(op, "logits", logits, torch.float32, (None, None))
+    need(op, "cu_seqlen_ks", cu_seqlen_ks, torch.int32, (rows,))
+    need(op, "cu_seqlen_ke", cu_seqlen_ke, torch.int32, (rows,))
+    need(op, "topk_indices_buffer", topk_indices_buffer, torch.int32, (rows, topk))
+    if not isinstance(topk, int) or topk > 2048:
+        raise RuntimeError(f"{op}: topk must be an int of at most 2048")
+    if bool(logits.isnan().any()):
+        raise RuntimeError(f"{op}: a score of NaN")
+    for row, (start, end) in enumerate(zip(cu_seqlen_ks.tolist(), cu_seqlen_ke.tolist(), strict=True)):
+        if not 0 <= start < end <= width:
+            raise RuntimeError(f"{op}: columns {start} to {end} of {width}")
+        best = logits[row, start:end].sort(descending=True, stable=True).indices[:topk]
+        topk_indices_buffer[row] = -1
+        topk_indices_buffer[row, : len(best)] = best + (0 if relative else start)
+
+
+def dsa_update_topk_indices(logits, cu_seqlen_ks, cu_seqlen_ke, topk, topk_indices_buffer):
+    topk_indices(logits, cu_seqlen_ks, cu_seqlen_ke, topk, topk_indices_buffer)

@@ -10,16 +10,19 @@ import torch
 from corex_machine import BI_V150, COREX_42, COREX_45, installed, registry
 
 from mla_portable.contracts import Primitive, Request, UnsupportedRequest
+from mla_portable.judge.conformance import run_suite
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
     INDEXER_LOGITS,
     SPARSE_PREFILL,
+    TOPK_SELECT,
 )
 
 V2 = "ixtriturbo._C:ops.flash_mla_sparse_v2"
 LOGITS = next(place for place in COREX_45 if "mqa_logits_perf" in place)
 MAP_PREFILL = next(place for place in COREX_45 if "map_prefill" in place)
+TOPK = "ixformer.inference.functions:dsa_update_topk_indices"
 CONCAT = "ixformer.inference.functions:vllm_concat_and_cache_mla"
 PREFILL = Request(SPARSE_PREFILL, BI_V150, kv_layout="bf16", num_heads=16, topk=128)
 V2_VARIANTS = ["flash_mla_sparse_v2", "flash_mla_sparse_v2_h64", "flash_mla_sparse_v2_lse"]
@@ -130,6 +133,23 @@ def test_a_cache_write_that_skips_nothing_is_rejected():
     with installed({**COREX_45, CONCAT: faults.concat_writes_skipped}):
         found = reasons_against(registry(), "concat_mla", CACHE_WRITE, "bf16")
     assert any("byte" in given for _, given in found)
+
+
+HARMLESS = [faults.topk_writes_columns, faults.topk_leaves_the_rest, faults.topk_ignores_the_end]
+
+
+@pytest.mark.parametrize("harmless", HARMLESS, ids=lambda op: op.__name__)
+def test_what_is_not_known_of_the_topk_op_does_not_matter(harmless):
+    with installed({**COREX_45, TOPK: harmless}):
+        report = run_suite(registry(), "iluvatar.dsa_update_topk", device="cpu", level="quick")
+    assert report.ok and report.skipped == 0 and report.results, [r.message for r in report.results if r.status != "passed"]
+
+
+@pytest.mark.parametrize("fault", [faults.topk_takes_the_later_of_equal_scores, faults.topk_is_one_short])
+def test_a_topk_op_that_chooses_others_is_rejected(fault):
+    with installed({**COREX_45, TOPK: fault}):
+        found = reasons_against(registry(), "dsa_update_topk", TOPK_SELECT)
+    assert found and all(of == "probe" and "wrong values" in given for of, given in found), found
 
 
 def renamed(q, kv, indices, scale):

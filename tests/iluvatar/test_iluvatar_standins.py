@@ -14,20 +14,20 @@ from mla_portable.judge.conformance import run_suite
 from mla_portable.primitives import SPARSE_PREFILL
 
 SERVED = {
-    "corex 4.2": {"concat_mla", "dsa_convert", "dsa_indexer_logits", "fork_sparse_prefill"},
+    "corex 4.2": {"concat_mla", "dsa_convert", "dsa_indexer_logits", "dsa_update_topk", "fork_sparse_prefill"},
     "corex 4.5": {
-        "block_sparse_logits", "concat_mla", "dsa_indexer_logits", "flash_mla_sparse_v2", "flash_mla_sparse_v2_h64",
-        "flash_mla_sparse_v2_lse", "map_prefill",
+        "block_sparse_logits", "concat_and_cache_mla", "concat_mla", "dsa_indexer_logits", "dsa_update_topk",
+        "flash_mla_sparse_v2", "flash_mla_sparse_v2_h64", "flash_mla_sparse_v2_lse", "map_prefill",
     },
 }  # fmt: skip
 CHOSEN = {
     "corex 4.2": {
         "cache_write": "concat_mla", "convert_indices": "dsa_convert", "indexer_logits": "dsa_indexer_logits",
-        "sparse_decode": "fork_sparse_prefill", "sparse_prefill": "fork_sparse_prefill",
+        "sparse_decode": "fork_sparse_prefill", "sparse_prefill": "fork_sparse_prefill", "topk_select": "dsa_update_topk",
     },
     "corex 4.5": {
         "cache_write": "concat_mla", "convert_indices": "map_prefill", "indexer_logits": "block_sparse_logits",
-        "sparse_decode": "flash_mla_sparse_v2", "sparse_prefill": "flash_mla_sparse_v2",
+        "sparse_decode": "flash_mla_sparse_v2", "sparse_prefill": "flash_mla_sparse_v2", "topk_select": "dsa_update_topk",
     },
 }  # fmt: skip
 THOROUGH = [("corex 4.2", variant) for variant in ("dsa_convert", "dsa_indexer_logits")] + [
@@ -51,7 +51,7 @@ def test_each_adapter_passes_the_quick_suite(generation, variant):
 
 
 def request_for(primitive: str, **fields) -> Request:
-    layout = {"convert_indices": None, "indexer_logits": None}.get(primitive, "bf16")
+    layout = {"convert_indices": None, "indexer_logits": None, "topk_select": None}.get(primitive, "bf16")
     return Request(Primitive.named(primitive), BI_V150, kv_layout=layout, **fields)
 
 
@@ -84,6 +84,12 @@ def test_a_score_of_nan_is_minus_infinity(generation, variant):
     expected = torch.arange(20) < torch.tensor([[18], [19], [0]])
     expected[:, 5] = False
     assert torch.equal(out > -math.inf, expected) and not out.isnan().any()
+
+
+def test_a_package_without_the_older_name_writes_the_cache_by_the_newer_one():
+    packages = {place: op for place, op in NEWEST.items() if "vllm_concat" not in place}
+    with installed(packages):
+        assert registry().select(request_for("cache_write"))[0].name == "iluvatar.concat_and_cache_mla"
 
 
 def test_graphs_are_not_claimed():

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from torch_passes import TorchBoundary, TorchIndexPasses, TorchPageLists, TorchPromptLse, TorchRowParts
+from torch_passes import TorchPageLists, TorchPromptLse, TorchRowParts
 
-from mla_portable_nvidia.deepgemm import index_pass_kernels
+from mla_portable_common.deep_gemm import index_pass_kernels
+from mla_portable_common.deep_gemm.torch_passes import TorchIndexPasses
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 from mla_portable_nvidia.fa3 import page_lists, prompt_lse
 from mla_portable_nvidia.flashmla import row_parts
 from mla_portable_nvidia.passes import boundary
@@ -16,7 +18,7 @@ from mla_portable_nvidia.passes import boundary
 def passes_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is bound has them; tests of the kernels have imported those before."""
     monkeypatch.setattr(boundary, "Boundary", TorchBoundary)
-    monkeypatch.setattr(index_pass_kernels, "IndexPasses", TorchIndexPasses)
+    monkeypatch.setattr(index_pass_kernels, "TritonIndexPasses", TorchIndexPasses)
     monkeypatch.setattr(page_lists, "PageLists", TorchPageLists)
     monkeypatch.setattr(prompt_lse, "PromptLse", TorchPromptLse)
     monkeypatch.setattr(row_parts, "RowParts", TorchRowParts)

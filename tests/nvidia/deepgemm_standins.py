@@ -19,7 +19,7 @@ import torch
 from flashmla_standins import modules
 from torch import Tensor
 
-from mla_portable_nvidia.deepgemm.conventions import forget_deepgemm
+from mla_portable_common.deep_gemm.discovery import forget_deepgemm
 
 E4M3 = torch.float8_e4m3fn
 ANYTHING = 1e30

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,16 +12,16 @@ import torch
 import torch_reference as reference
 from flashmla_standins import Library, installed
 from simulated_gpu import FACTS, registry
-from torch_passes import TorchBoundary
 
 from mla_portable.contracts import Batch, InvalidArgument, PlanMismatch, Request
 from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable_nvidia.flashmla import head_padding
-from mla_portable_nvidia.flashmla.sparse_decode import FlashMLADecode, rows_per_call
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts, tile_schedule
+from mla_portable_common.flash_mla import head_padding
+from mla_portable_common.flash_mla.sparse_decode import FlashMLADecode, rows_per_call
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts, tile_schedule
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 
 SCALE = 192**-0.5
 MIB = 1 << 20
@@ -136,6 +137,9 @@ def test_a_foreign_schedule_is_refused_before_anything_runs(schedule, message):
 # ------------------------------------------------------------------------------------------------------------ scratch
 
 
+PARTS = partial(num_sm_parts, "sm90", num_sms=132)
+
+
 def adapter(library: Library, max_scratch_bytes: int) -> FlashMLADecode:
     from mla_portable_nvidia.flashmla.discovery import find_kernel
 
@@ -146,8 +150,7 @@ def adapter(library: Library, max_scratch_bytes: int) -> FlashMLADecode:
         TorchBoundary(),
         lse_base_2=found.traits.lse_base_2,
         takes_plan=found.traits.takes_plan,
-        arch="sm90",
-        num_sms=132,
+        parts=PARTS,
         max_scratch_bytes=max_scratch_bytes,
     )
 
@@ -170,7 +173,7 @@ def test_many_tokens_of_one_row_become_rows_of_one_token():
     with installed("vllm 0.33") as library:
         limit = 140 * 64 * 4 * 513
         args = problem(2, 300, 8, 64)
-        assert rows_per_call("sm90", num_sms=132, query_len=300, heads=64, max_bytes=limit) < 1
+        assert rows_per_call(PARTS, query_len=300, heads=64, max_bytes=limit) < 1
         lengths = torch.arange(600, dtype=torch.int32).view(2, 300) % 70
         results = adapter(library, limit)(*args, softmax_scale=SCALE, lengths=lengths)
         assert_right(results, *args, lengths=lengths)
@@ -179,7 +182,7 @@ def test_many_tokens_of_one_row_become_rows_of_one_token():
 
 
 def test_a_mixed_batch_of_32768_tokens_needs_less_than_256_mib():
-    rows = rows_per_call("sm90", num_sms=132, query_len=1, heads=64)
+    rows = rows_per_call(PARTS, query_len=1, heads=64)
     one_call = 4 * (rows + 132) * 64 * 513 + rows * (64 * (576 + 512) * 2 + 4 * 2048)
     assert 0 < one_call < 256 * MIB
     as_one_row = 4 * (1 + 1) * 32_768 * 64 * 512
@@ -213,6 +216,6 @@ def test_a_cache_that_the_kernel_cannot_read_is_refused_before_anything_runs():
         apart[:, : 64 * 656] = cache.view(3, -1)
         shifted = torch.zeros(cache.numel() + 16, dtype=torch.uint8)[4 : 4 + cache.numel()].view_as(cache)
         for bad in (apart[:, : 64 * 656].unflatten(1, (64, 656)), shifted):
-            with pytest.raises(InvalidArgument, match=r"a multiple of 16.*FlashMLA on sm90"):
+            with pytest.raises(InvalidArgument, match=r"a multiple of 16.*FlashMLA's kernel"):
                 call(q, bad, indices, softmax_scale=SCALE)
         assert library.calls == []

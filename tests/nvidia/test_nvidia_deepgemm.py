@@ -13,18 +13,26 @@ import torch
 from deepgemm_standins import BUILDS, Build, installed, score
 from flashmla_standins import modules
 from simulated_gpu import FACTS, conforms, registry
-from torch_passes import TorchIndexPasses
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, PlanMismatch, Request, ScheduleLimits, StepLengths
 from mla_portable.dispatch import serving
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT
 from mla_portable.primitives.topk_select import reference as topk_select
-from mla_portable_nvidia.deepgemm.conventions import DeepGemm, deepgemm_reasons, find_deepgemm, forget_deepgemm
-from mla_portable_nvidia.deepgemm.indexer_logits import PagedLogits, PagedScores, RaggedLogits, deepgemm_implementations
-from mla_portable_nvidia.deepgemm.indexer_select import DeepGemmSelect, select_implementations
-from mla_portable_nvidia.deepgemm.pages import Pages
-from mla_portable_nvidia.deepgemm.schedules import DEEPGEMM_ROWS, IndexSchedule, IndexSchedules
+from mla_portable_common.deep_gemm.conventions import DeepGemm
+from mla_portable_common.deep_gemm.discovery import forget_deepgemm
+from mla_portable_common.deep_gemm.indexer_logits import PagedLogits, PagedScores, RaggedLogits
+from mla_portable_common.deep_gemm.indexer_select import DeepGemmSelect
+from mla_portable_common.deep_gemm.pages import Pages
+from mla_portable_common.deep_gemm.schedules import IndexSchedule
+from mla_portable_common.deep_gemm.torch_passes import TorchIndexPasses
+from mla_portable_nvidia.deepgemm.discovery import deepgemm_reasons, find_deepgemm
+from mla_portable_nvidia.deepgemm.implementations import (
+    DEEPGEMM_ROWS,
+    deepgemm_implementations,
+    scratch_of,
+    select_implementations,
+)
 from mla_portable_nvidia.native.topk_select import NativeTopkSelect
 
 PRIMITIVES = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT)
@@ -122,7 +130,9 @@ def test_selection_holds_few_scores_at_a_time_and_leaves_absent_blocks_out(token
         assert torch.equal(select(*arguments, topk=20), expected)
         assert max(rows for rows, _ in build.paged_rows) == 1, "64 KiB a token are the top-k's"
         build.paged_rows.clear()
-        native = DeepGemmSelect(kernel, TorchIndexPasses(), NativeStandIn(), scratch_bytes=limit)
+        native = DeepGemmSelect(
+            kernel, TorchIndexPasses(), NativeStandIn(), topk_bytes=scratch_of(NativeStandIn()), scratch_bytes=limit
+        )
         assert torch.equal(native(*arguments, topk=20), expected)
         assert max(rows for rows, _ in build.paged_rows) > 1, "the native top-k takes no scratch"
 
@@ -208,7 +218,7 @@ def test_rows_of_padding_are_planned_as_the_call_describes_them():
         lens[2:] = 0
         want[2:] = -math.inf
         limits = ScheduleLimits(torch.device("cpu"), 32, 0, 512, request=Request(INDEXER_LOGITS, FACTS["sm90"]))
-        planner = IndexSchedules(limits)
+        planner = DEEPGEMM_ROWS.planner(limits)
         captured = planner.get(4, 1, StepLengths(np.full(4, 192, np.int32), torch.full((4,), 192, dtype=torch.int32)))
         planner.get(4, 1, StepLengths(np.array([100, 64], np.int32), lens[:2]))  # in front of the replay
         before = len(build.plans)

@@ -20,12 +20,11 @@ from mla_portable.choose import Registry
 from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
 from mla_portable.judge.conformance import cases_for
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia import machine
 from mla_portable_nvidia.flashmla import discovery
 from mla_portable_nvidia.flashmla.attention import NOPE_NAME, check_kernel
 from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, find_kernel
 from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
-from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
+from mla_portable_nvidia.machine import PROVIDER_VARIABLE
 
 SM90 = FACTS["sm90"]
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
@@ -247,7 +246,7 @@ def test_an_unknown_convention_is_refused_with_the_versions_that_are_known(provi
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch):
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    monkeypatch.setattr("mla_portable_common.libraries.find_spec", lambda name: None)
     with installed("flash_mla 2025"):
         (reason,) = check_kernel(SPARSE_DECODE, FACTS["sm90"])
         monkeypatch.undo()

@@ -9,7 +9,7 @@ import mla_portable_nvidia
 from mla_portable.choose import Registry
 from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
-from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
+from mla_portable_nvidia.machine import PROVIDER_VARIABLE
 from mla_portable_nvidia.native.runtime.images import VARIABLE as CACHE_VARIABLE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "nvidia.md").read_text()

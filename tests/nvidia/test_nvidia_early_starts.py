@@ -23,10 +23,10 @@ from simulated_gpu import FACTS, registry
 from sm90_model import EmulatedSm90
 from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
-from torch_passes import TorchBoundary
 
 from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 from mla_portable_nvidia import native
 from mla_portable_nvidia.fa3.sparse_attention import bind_fa3_decode, bind_fa3_prefill
 from mla_portable_nvidia.flashmla import row_parts

@@ -11,11 +11,13 @@ from fa3_standins import SCHEMAS, installed
 from machines import H200
 from simulated_gpu import FACTS, conforms, registry
 from torch import Tensor
-from torch_passes import TorchBoundary, TorchPageLists
+from torch_passes import TorchPageLists
 
 from mla_portable.contracts import MLAPortableError, Primitive, Request
 from mla_portable.judge.problems.attention import attend
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
+from mla_portable_common.flat_rows import FlatPrefill
 from mla_portable_nvidia.fa3.operators import find_fa3
 from mla_portable_nvidia.fa3.sparse_attention import (
     FlashAttention3,
@@ -25,8 +27,7 @@ from mla_portable_nvidia.fa3.sparse_attention import (
     fa3_implementations,
     most_splits,
 )
-from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
-from mla_portable_nvidia.passes.flat_rows import FlatPrefill
+from mla_portable_nvidia.machine import PROVIDER_VARIABLE
 
 
 def suite(level: str) -> None:

@@ -11,8 +11,8 @@ from simulated_gpu import FACTS, conforms, registry
 
 from mla_portable.contracts import InvalidArgument, Request
 from mla_portable.primitives import SPARSE_DECODE
+from mla_portable_common.flat_rows import FlatDecode
 from mla_portable_nvidia.flashmla.flat_decode import flat_implementations
-from mla_portable_nvidia.passes.flat_rows import FlatDecode
 
 
 def suite(level: str):

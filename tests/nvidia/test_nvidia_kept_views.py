@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable_nvidia.flashmla.cache_view import CacheView
-from mla_portable_nvidia.passes.flat_rows import FlatDecode
-from mla_portable_nvidia.passes.kept_views import KeptViews
+from mla_portable_common.flash_mla.cache_view import CacheView
+from mla_portable_common.flat_rows import FlatDecode
+from mla_portable_common.kept_views import KeptViews
 
 
 def counted() -> tuple[KeptViews[Tensor], list[Tensor]]:
@@ -78,12 +78,12 @@ def test_memory_that_a_caller_swaps_out_lives_until_the_next_call():
 
 
 def test_a_refused_tensor_is_refused_again():
-    views, cache = CacheView("sm100"), torch.zeros(2 * 656 * 64 + 16, dtype=torch.uint8)
+    views, cache = CacheView(whole_rows=True), torch.zeros(2 * 656 * 64 + 16, dtype=torch.uint8)
     apart = cache.as_strided((2, 64, 656), (656 * 64 + 16, 656, 1))
     for _ in range(2):
-        with pytest.raises(InvalidArgument, match="one of 656 bytes, for FlashMLA on sm100"):
+        with pytest.raises(InvalidArgument, match="one of 656 bytes, for FlashMLA's kernel"):
             views.of(apart)
-    assert CacheView("sm90").of(apart).shape == (2, 64, 1, 656)
+    assert CacheView().of(apart).shape == (2, 64, 1, 656)
 
 
 def test_a_decode_looks_once_at_a_cache():

@@ -11,21 +11,22 @@ import torch
 from flashmla_standins import installed
 from machines import H200
 from simulated_gpu import FACTS, conforms, registry
-from torch_passes import TorchBoundary, TorchPageLists
+from torch_passes import TorchPageLists
 
 from mla_portable.contracts import Request
 from mla_portable.judge.problems.attention import attend
 from mla_portable.layouts import BF16_NOPE
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_common.flash_mla.calibration import calibrate_prefill
+from mla_portable_common.flash_mla.head_padding import KERNEL_HEADS
+from mla_portable_common.flash_mla.prefill_conventions import prefill_of_module
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
+from mla_portable_common.flat_rows import FlatPrefill
+from mla_portable_common.libraries import NotThisConvention
 from mla_portable_nvidia.fa3.operators import IDLE_QUERY_BYTES, find_fa3
 from mla_portable_nvidia.fa3.sparse_attention import FlashAttention3, fa3_implementations
 from mla_portable_nvidia.flashmla.attention import NOPE_NAME, attention_implementations
-from mla_portable_nvidia.flashmla.calibration import calibrate_prefill
 from mla_portable_nvidia.flashmla.flat_decode import flat_implementations
-from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
-from mla_portable_nvidia.flashmla.prefill_conventions import prefill_of_module
-from mla_portable_nvidia.libraries import NotThisConvention
-from mla_portable_nvidia.passes.flat_rows import FlatPrefill
 
 ATTENTION = (SPARSE_DECODE, SPARSE_PREFILL)
 FA3 = "nvidia.flash_attention3"

@@ -12,10 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch_passes import TorchBoundary, TorchIndexPasses, TorchPageLists, TorchRowParts
+from torch_passes import TorchPageLists, TorchRowParts
 
-from mla_portable_nvidia.deepgemm.index_pass_kernels import IndexPasses
-from mla_portable_nvidia.deepgemm.pages import Pages, Rows
+from mla_portable_common.deep_gemm.index_pass_kernels import TritonIndexPasses
+from mla_portable_common.deep_gemm.pages import Pages, Rows
+from mla_portable_common.deep_gemm.torch_passes import TorchIndexPasses
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 from mla_portable_nvidia.fa3.page_lists import PageLists
 from mla_portable_nvidia.flashmla.row_parts import RowParts
 from mla_portable_nvidia.passes.boundary import Boundary
@@ -159,7 +161,7 @@ CASES = {
 }
 
 
-def described(name: str, passes: IndexPasses) -> tuple[Rows, Pages]:
+def described(name: str, passes: TritonIndexPasses) -> tuple[Rows, Pages]:
     starts, lens, columns, width, first, tokens, tokens_a_row = CASES[name]
     g = torch.Generator().manual_seed(columns)
     wide = torch.randint(0, BLOCKS, (len(lens), columns + 3), generator=g, dtype=torch.int32)
@@ -173,7 +175,7 @@ def described(name: str, passes: IndexPasses) -> tuple[Rows, Pages]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_describe(name: str):
-    got, want = (described(name, passes)[0] for passes in (IndexPasses(), TorchIndexPasses()))
+    got, want = (described(name, passes)[0] for passes in (TritonIndexPasses(), TorchIndexPasses()))
     assert torch.equal(got.starts, want.starts) and torch.equal(got.ends, want.ends) and torch.equal(got.lens, want.lens)
     assert torch.equal(got.owners[got.ends > 0], want.owners[got.ends > 0])
     needed = torch.arange(got.table.shape[1], device=DEVICE) < (got.lens[:, :1] + 63) // 64
@@ -183,13 +185,13 @@ def test_describe(name: str):
 @pytest.mark.parametrize("more", [0, 2100])
 @pytest.mark.parametrize("name", CASES)
 def test_finish_and_erase(name: str, more: int):
-    rows, batch = described(name, IndexPasses())
+    rows, batch = described(name, TritonIndexPasses())
     tokens, width = len(rows.ends), batch.width
     logits = torch.randn(tokens, width + 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)[:, :width]
     logits[:, ::7] = math.nan
     out, erased = twice(7.0, tokens, width + more + 5), torch.stack([logits, logits])
     apart = replace(rows, owners=rows.owners.where(rows.ends > 0, 0))
-    for passes, mine, same in zip((IndexPasses(), TorchIndexPasses()), out, erased, strict=True):
+    for passes, mine, same in zip((TritonIndexPasses(), TorchIndexPasses()), out, erased, strict=True):
         passes.finish(mine[:, :-5], logits, apart, batch)
         passes.erase(same, apart, batch)
     assert torch.equal(*out) and (out[:, :, :-5:7][:, :, : -(-width // 7)] == -math.inf).all()
@@ -205,6 +207,6 @@ def test_window(columns: int, relative: bool):
     logits = torch.randn(9, columns + 3, generator=torch.Generator().manual_seed(0)).to(DEVICE)[:, :columns]
     logits[:, 1::3] = math.nan
     out = twice(7.0, 9, columns + 5)
-    for passes, mine in zip((IndexPasses(), TorchIndexPasses()), out, strict=True):
+    for passes, mine in zip((TritonIndexPasses(), TorchIndexPasses()), out, strict=True):
         passes.window(mine[:, :-5], logits, starts, ends, relative)
     assert torch.equal(*out) and not out.isnan().any()

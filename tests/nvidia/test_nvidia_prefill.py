@@ -8,11 +8,12 @@ import torch
 import torch_reference as reference
 from flashmla_standins import installed
 from simulated_gpu import FACTS
-from torch_passes import TorchBoundary
 
 from mla_portable.primitives import SPARSE_PREFILL
+from mla_portable_common.flash_mla.sparse_prefill import FlashMLAPrefill
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 from mla_portable_nvidia.flashmla.discovery import find_kernel
-from mla_portable_nvidia.flashmla.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
+from mla_portable_nvidia.flashmla.support import NATIVE_HEADS
 
 SCALE = 192**-0.5
 

@@ -12,7 +12,6 @@ import torch_reference as reference
 from flashmla_standins import Library, installed
 from simulated_gpu import FACTS, registry
 from test_nvidia_decode import SCALE, problem, schedule_for
-from torch_passes import TorchBoundary
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import Request
@@ -20,6 +19,7 @@ from mla_portable.judge.problems.attention import SOFTMAX_SCALE
 from mla_portable.judge.problems.step import StepInputs, StepShape, make_inputs
 from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 from mla_portable_nvidia.flashmla.discovery import find_kernel
 from mla_portable_nvidia.passes import boundary
 

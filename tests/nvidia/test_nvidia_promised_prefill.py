@@ -18,10 +18,10 @@ from mla_portable.attention import AttentionSpec, SlotAttention
 from mla_portable.contracts import Request
 from mla_portable.judge.problems.step import make_inputs
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_common.flash_mla.prefill_conventions import OperatorPrefill
 from mla_portable_nvidia.flashmla.attention import attention_implementations
 from mla_portable_nvidia.flashmla.discovery import find_kernel
 from mla_portable_nvidia.flashmla.flat_decode import bind_flat_decode, flat_implementations
-from mla_portable_nvidia.flashmla.prefill_conventions import OperatorPrefill
 
 __all__ = ["passes"]  # a fixture
 

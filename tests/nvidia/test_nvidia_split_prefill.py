@@ -12,8 +12,8 @@ from torch import Tensor
 from mla_portable.contracts import Request
 from mla_portable.judge.problems.attention import attend
 from mla_portable.primitives import SPARSE_DECODE
+from mla_portable_common.flash_mla.sparse_prefill import FlashMLAPrefill
 from mla_portable_nvidia.flashmla.flat_decode import bind_flat_decode
-from mla_portable_nvidia.flashmla.sparse_prefill import FlashMLAPrefill
 from mla_portable_nvidia.flashmla.split_prefill import num_parts
 
 ROWS, TOPK = 3, 1024

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_portable.contracts import InvalidArgument, ScheduleLimits
-from mla_portable_nvidia.flashmla.tile_schedules import (
+from mla_portable_common.flash_mla.tile_schedules import (
     TileSchedule,
     TileSchedules,
     accumulator_bytes,

@@ -16,9 +16,9 @@ from mla_portable.contracts import InvalidArgument, PlanMismatch, Request, Sched
 from mla_portable.judge.problems.sparse_decode import sparse_decode as oracle
 from mla_portable.layouts import FP8_V4
 from mla_portable.primitives import SPARSE_DECODE
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts
 from mla_portable_nvidia.flashmla import discovery
 from mla_portable_nvidia.flashmla.attention import attention_implementations
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts
 from mla_portable_nvidia.native.attention_sm90 import native_implementations
 
 NAME = "nvidia.flashmla_v4"

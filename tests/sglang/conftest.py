@@ -74,14 +74,14 @@ def expand_lengths(extend_seq_lens: Tensor, seq_lens: Tensor, total_len: int, ma
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_portable.engines.sglang import index_codes, indexer, places, serving
+    from mla_portable.engines.sglang import index_codes, indexer, seams, serving
 
     for name in ("", "_INDEXER"):
         monkeypatch.delenv(f"MLA_PORTABLE_SGLANG{name}", raising=False)
     indexer.choice.cache_clear()
     serving._log_once.cache_clear()
     index_codes._log_once.cache_clear()
-    for place in places.INDEX_KERNELS:  # what a test replaces is put back behind it
-        module = sys.modules.get(place.target.rpartition(".")[0])
-        if module is not None and hasattr(module, place.name):
-            monkeypatch.setattr(module, place.name, getattr(module, place.name))
+    for seam in seams.INDEX_KERNELS:  # what a test replaces is put back behind it
+        module = sys.modules.get(seam.target.rpartition(".")[0])
+        if module is not None and hasattr(module, seam.name):
+            monkeypatch.setattr(module, seam.name, getattr(module, seam.name))

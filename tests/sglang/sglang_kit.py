@@ -152,5 +152,5 @@ def pretend_for_indexer(patches: pytest.MonkeyPatch, facts: DeviceFacts, *, inst
     patches.setattr(stock, "_import_error", lambda module: None if installed else f"No module named {module!r}")
 
 
-def server_of(backend: Any) -> serving.Server | None:
-    return getattr(backend, serving.SERVER)
+def server_of(backend: Any) -> serving.BackendLayers | None:
+    return getattr(backend, serving.LAYERS)

@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from mla_portable.engines.sglang import places
+from mla_portable.engines.sglang import seams
 
 PROGRAMS = Path(__file__).parents[2] / "ci" / "sglang_gpu"
 NAMES = ("process", "stock", "times")
@@ -41,13 +41,13 @@ def lines(programs: SimpleNamespace) -> list[dict[str, Any]]:
 
 def test_a_stand_in_has_no_time(programs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     """Ours is timed, and judged by the oracle."""
-    backend = import_module(places.BACKEND_MODULE)
+    backend = import_module(seams.BACKEND_MODULE)
     monkeypatch.setattr(backend, "flash_attn_with_kvcache", MagicMock(), raising=False)
     monkeypatch.setattr(programs.times, "TOPK", 128)
     monkeypatch.setattr(programs.times, "CONTEXT", 256)
     monkeypatch.setattr(programs.times, "median_us", lambda call: call() is None)
     case = replace(programs.times.DECODE, num_heads=4, prefix_lens=(64,) * 2)
-    programs.times.timed("fa3", case, places.FA3, 2, fp8=False)
+    programs.times.timed("fa3", case, seams.FA3, 2, fp8=False)
     (line,) = lines(programs)
     assert line["passed"] is None and "stock_us" not in line and "from_stock" not in line
     assert line["stock"].startswith("not available: what _forward_fa3 calls is not installed, a MagicMock stands for it")
@@ -55,18 +55,18 @@ def test_a_stand_in_has_no_time(programs: SimpleNamespace, monkeypatch: pytest.M
 
 
 def test_a_wrong_result_fails_where_stock_is_not_available(programs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(import_module(places.BACKEND_MODULE), "flash_attn_with_kvcache", MagicMock(), raising=False)
+    monkeypatch.setattr(import_module(seams.BACKEND_MODULE), "flash_attn_with_kvcache", MagicMock(), raising=False)
     monkeypatch.setattr(programs.times, "TOPK", 128)
     monkeypatch.setattr(programs.times, "CONTEXT", 256)
     monkeypatch.setattr(programs.times, "median_us", lambda call: 0.0)
-    attend = getattr(programs.stock.backend_class(), places.FA3)
+    attend = getattr(programs.stock.backend_class(), seams.FA3)
 
     def wrong(*arguments: Any, **named: Any) -> torch.Tensor:
         return attend(*arguments, **named) + 1
 
     wrong.__wrapped__ = attend.__wrapped__
-    monkeypatch.setattr(programs.stock.backend_class(), places.FA3, wrong)
-    programs.times.timed("fa3", replace(programs.times.DECODE, num_heads=4, prefix_lens=(64,) * 2), places.FA3, 2, fp8=False)
+    monkeypatch.setattr(programs.stock.backend_class(), seams.FA3, wrong)
+    programs.times.timed("fa3", replace(programs.times.DECODE, num_heads=4, prefix_lens=(64,) * 2), seams.FA3, 2, fp8=False)
     assert [line["passed"] for line in lines(programs)] == [False]
 
 

@@ -38,7 +38,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @contextmanager
-def capturing(server: serving.Server) -> Iterator[None]:
+def capturing(server: serving.BackendLayers) -> Iterator[None]:
     """The stream is captured: nothing may be read back."""
 
     def refuse(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, InvalidArgument
 from mla_portable.engines.common import index_keys, routing
 from mla_portable.engines.common.e4m3_stores import StandIn
-from mla_portable.engines.sglang import index_codes, places, plugin, serving, settings, stock
+from mla_portable.engines.sglang import index_codes, plugin, seams, serving, settings, stock
 from mla_portable.layouts import INDEX_FP8
 
 E4M3, WIDTH, ROWS = torch.float8_e4m3fn, 128, 64
@@ -38,10 +38,10 @@ QUANT = import_module(f"{OPS}.quantization.act_quant_triton" if SELECTORS else f
 PAGES = import_module(f"{OPS}.kvcache.dsa_index_k_cache" if SELECTORS else f"{OPS}.attention.dsa.index_buf_accessor")
 POOLS: Any = import_module("sglang.srt.layers.attention.dsa.kpool_fp8_index") if SELECTORS else None
 KERNELS = tuple(
-    (module, place.name)
-    for place in places.INDEX_KERNELS
+    (module, seam.name)
+    for seam in seams.INDEX_KERNELS
     for module in (QUANT, PAGES, POOLS)
-    if module is not None and module.__name__ == place.target.rpartition(".")[0]
+    if module is not None and module.__name__ == seam.target.rpartition(".")[0]
 )
 
 
@@ -142,7 +142,7 @@ def test_they_are_replaced_when_a_model_is_built(monkeypatch: pytest.MonkeyPatch
     for module, name in KERNELS:
         found = getattr(module, name)
         assert isinstance(found, StandIn) and not isinstance(found.kernel, StandIn)
-    assert not list(places.objections(plugin._parameters))
+    assert not list(seams.objections(plugin._parameters))
 
 
 def test_pools_are_refused_where_nothing_writes_their_keys(monkeypatch: pytest.MonkeyPatch):
@@ -158,7 +158,7 @@ def test_pools_are_refused_where_nothing_writes_their_keys(monkeypatch: pytest.M
 
 def test_a_kernel_with_other_parameters_stops_all_hooks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(QUANT, "_act_quant_kernel", SimpleNamespace(arg_names=["X_ptr", "Y", "round_scale"]))
-    assert [each.rpartition(".")[2] for each in places.objections(plugin._parameters)] == ["_act_quant_kernel has no Y_ptr"]
+    assert [each.rpartition(".")[2] for each in seams.objections(plugin._parameters)] == ["_act_quant_kernel has no Y_ptr"]
 
 
 def test_they_compile_for_sm80_with_wider_numbers_and_not_with_e4m3(tmp_path: Path):

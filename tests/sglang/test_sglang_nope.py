@@ -17,7 +17,7 @@ from sglang_kit import cases, compare, fixture, judging, kit, run, server_of, sm
 
 from mla_portable.choose import Registry
 from mla_portable.engines.common.routing import served_by
-from mla_portable.engines.sglang import places, serving
+from mla_portable.engines.sglang import seams, serving
 
 CASES = {name: small(case) for name, case in cases().items()}
 DECODE, EXTEND = CASES["dsa_sparse_decode_ragged_prefix"], CASES["dsa_sparse_prefill_long_extend"]
@@ -121,7 +121,7 @@ def test_lists_of_pools_of_keys(pooled: None, case: Any):
         compare(built)
     kind = "prefill" if case is EXTEND else "decode"
     assert judged.kinds == [f"{kind} fp8_nope"] and judged.calls[0][1]["slots"].shape[1] == TOPK + POOL - 1
-    setattr(built.backend, serving.SERVER, None)
+    setattr(built.backend, serving.LAYERS, None)
     with pytest.raises(NotImplementedError, match="index_kpool > 1 appends tail tokens"):
         built.backend._check_kpool_tail_backend(built.topk_indices, "flashmla_kv", "decode")
 
@@ -132,12 +132,12 @@ def test_methods_that_are_served_take_the_lists_of_an_indexer_of_pools(monkeypat
     monkeypatch.setattr(backend, "dsa_index_kpool", 4)
     monkeypatch.setattr(backend, "device_sm_major", 9)
     topk = torch.zeros(1, 19, dtype=torch.int32)
-    assert server_of(backend).methods == {places.KV}
+    assert server_of(backend).methods == {seams.KV}
     backend._check_kpool_tail_backend(topk, "flashmla_kv", "decode")
     assert backend._resolve_kpool_tail_backend(topk, "flashmla_sparse") == "fa3"
     with pytest.raises(NotImplementedError, match="index_kpool > 1"):
         backend._check_kpool_tail_backend(topk, "flashmla_sparse", "prefill")
-    monkeypatch.setattr(backend, serving.SERVER, SimpleNamespace(methods=frozenset({places.SPARSE})))
+    monkeypatch.setattr(backend, serving.LAYERS, SimpleNamespace(methods=frozenset({seams.SPARSE})))
     assert backend._resolve_kpool_tail_backend(topk, "flashmla_sparse") == "flashmla_sparse"
     backend._check_kpool_tail_backend(topk, "flashmla_sparse", "prefill")
     with pytest.raises(NotImplementedError, match="index_kpool > 1"):

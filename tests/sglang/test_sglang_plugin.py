@@ -17,16 +17,16 @@ from sglang_kit import cases, fixture, judging, server_of
 from sglang_version import SELECTORS
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument
-from mla_portable.engines.sglang import hooks, model, places, plugin, serving, settings, stock
+from mla_portable.engines.sglang import hooks, model, plugin, seams, serving, settings, stock
 from mla_portable.engines.sglang.status import changes
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
-POOLS = places.POOLS if SELECTORS else ()
+POOLS = seams.POOLS if SELECTORS else ()
 QUANTISING = "quantization.dsa_quant_k_cache." if SELECTORS else "attention.dsa.quant_k_cache."
 GATHERING = "dequantize_k_cache_paged_dsa" if SELECTORS else "dequantize_k_cache_paged"
-FP8_ROWS = tuple(place for place in places.FP8_ROWS if QUANTISING in place.target or place.name == GATHERING)
-WITHOUT_INDEXER = (*places.ATTENTION, *POOLS, *places.PROMPTS, *FP8_ROWS)
-APPLIED = (*WITHOUT_INDEXER, *places.INDEXER, places.POOLED_SCHEDULE) if SELECTORS else WITHOUT_INDEXER
+FP8_ROWS = tuple(place for place in seams.FP8_ROWS if QUANTISING in place.target or place.name == GATHERING)
+WITHOUT_INDEXER = (*seams.ATTENTION, *POOLS, *seams.PROMPTS, *FP8_ROWS)
+APPLIED = (*WITHOUT_INDEXER, *seams.INDEXER, seams.POOLED_SCHEDULE) if SELECTORS else WITHOUT_INDEXER
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts, *, libraries: b
     monkeypatch.setattr(stock, "_import_error", lambda module: None if libraries else f"No module named {module!r}")
 
 
-@pytest.mark.parametrize("place", APPLIED, ids=lambda place: place.name)
-def test_hooks_are_in_force(place: places.Place):
-    assert plugin.is_applied(place)
+@pytest.mark.parametrize("seam", APPLIED, ids=lambda seam: seam.name)
+def test_hooks_are_in_force(seam: seams.Seam):
+    assert plugin.is_applied(seam)
 
 
 def test_loading_again_changes_nothing():
@@ -61,9 +61,9 @@ def test_the_sources_are_as_the_plugin_knows_them():
     from importlib.util import find_spec
     from pathlib import Path
 
-    read = places.parameters_in(Path(find_spec("sglang").submodule_search_locations[0]))
-    for place in APPLIED:
-        assert read(place.target) == plugin._parameters(place.target)
+    read = seams.parameters_in(Path(find_spec("sglang").submodule_search_locations[0]))
+    for seam in APPLIED:
+        assert read(seam.target) == plugin._parameters(seam.target)
 
 
 @pytest.fixture
@@ -76,14 +76,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_registration_names_the_hooks(registered: list[str], log: pytest.LogCaptureFixture):
     plugin.register()
-    assert registered == [place.target for place in APPLIED]
-    assert all(place.name in log.text for place in APPLIED)
+    assert registered == [seam.target for seam in APPLIED]
+    assert all(seam.name in log.text for seam in APPLIED)
 
 
 def test_modes_of_registration(registered: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
     plugin.register()
-    assert registered == [place.target for place in WITHOUT_INDEXER]
+    assert registered == [seam.target for seam in WITHOUT_INDEXER]
     registered.clear()
     monkeypatch.setenv(settings.ENV_MODE, "off")
     plugin.register()
@@ -102,7 +102,7 @@ def test_an_error_is_loud(registered: list[str], monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_parameter_that_is_not_known_stops_all_hooks(registered: list[str], monkeypatch: pytest.MonkeyPatch, log):
-    module = import_module(places.BACKEND_MODULE)
+    module = import_module(seams.BACKEND_MODULE)
 
     def changed(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, causal): ...
 
@@ -116,7 +116,7 @@ def test_a_parameter_that_is_not_known_stops_all_hooks(registered: list[str], mo
 def test_auto_serves_where_stock_does_not(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture):
     pretend(monkeypatch, A100)
     server = server_of(fixture(CASE, dsa_prefill_backend="flashmla_sparse", dsa_decode_backend="fa3").backend)
-    assert server is not None and server.methods == {places.SPARSE, places.FA3}
+    assert server is not None and server.methods == {seams.SPARSE, seams.FA3}
     assert "mla_portable serves _forward_flashmla_sparse, _forward_fa3" in log.text
     assert "because FlashMLA does not support sm80; FlashAttention 3 does not support sm80" in log.text
     assert "sparse_decode reference.torch, sparse_prefill reference.torch" in log.text
@@ -133,21 +133,21 @@ def test_on_serves_where_stock_does(monkeypatch: pytest.MonkeyPatch, log: pytest
     pretend(monkeypatch, H200)
     monkeypatch.setenv(settings.ENV_MODE, "on")
     server = server_of(fixture(CASE).backend)
-    assert server is not None and server.methods == {places.SPARSE, places.KV}
+    assert server is not None and server.methods == {seams.SPARSE, seams.KV}
     assert f"because {settings.ENV_MODE}=on" in log.text
 
 
 @pytest.mark.parametrize(
     ("method", "facts", "heads", "libraries", "words"),
     [
-        (places.KV, A100, 16, True, "FlashMLA does not support sm80"),
-        (places.SPARSE, H200, 16, True, None),
-        (places.SPARSE, H200, 24, True, "FlashMLA pads heads to 64, which 24 do not divide"),
-        (places.KV, H200, 24, True, None),
-        (places.SPARSE, B200, 128, True, None),
-        (places.KV, H200, 16, False, "FlashMLA cannot be imported (No module named"),
-        (places.FA3, B200, 16, True, "FlashAttention 3 does not support sm100"),
-        (places.FA3, H200, 16, True, None),
+        (seams.KV, A100, 16, True, "FlashMLA does not support sm80"),
+        (seams.SPARSE, H200, 16, True, None),
+        (seams.SPARSE, H200, 24, True, "FlashMLA pads heads to 64, which 24 do not divide"),
+        (seams.KV, H200, 24, True, None),
+        (seams.SPARSE, B200, 128, True, None),
+        (seams.KV, H200, 16, False, "FlashMLA cannot be imported (No module named"),
+        (seams.FA3, B200, 16, True, "FlashAttention 3 does not support sm100"),
+        (seams.FA3, H200, 16, True, None),
     ],
 )
 def test_what_stock_serves(method: str, facts: DeviceFacts, heads: int, libraries: bool, words: str | None, monkeypatch):
@@ -159,11 +159,11 @@ def test_what_stock_serves(method: str, facts: DeviceFacts, heads: int, librarie
 @pytest.mark.parametrize(
     ("method", "facts", "fp8", "words"),
     [
-        (places.KV, H200, True, "SGLang does not let flashmla_kv serve an indexer that scores pools of keys"),
-        (places.SPARSE, H200, True, "what SGLang calls for an indexer that scores pools of keys reads no FP8 rows"),
-        (places.SPARSE, B200, False, None),
-        (places.SPARSE, A100, False, "FlashMLA does not support sm80"),
-        (places.FA3, H200, False, None),
+        (seams.KV, H200, True, "SGLang does not let flashmla_kv serve an indexer that scores pools of keys"),
+        (seams.SPARSE, H200, True, "what SGLang calls for an indexer that scores pools of keys reads no FP8 rows"),
+        (seams.SPARSE, B200, False, None),
+        (seams.SPARSE, A100, False, "FlashMLA does not support sm80"),
+        (seams.FA3, H200, False, None),
     ],
 )
 def test_what_stock_serves_of_an_indexer_of_pools(
@@ -220,13 +220,13 @@ def test_calls_that_are_not_served_reach_sglang_s_own_method():
         return "stock"
 
     backend = SimpleNamespace()
-    for place in places.ATTENTION[:3]:
-        assert hooks.hook_of(place)(original, backend, 1, sm_scale=2) == "stock"
+    for seam in seams.ATTENTION[:3]:
+        assert hooks.hook_of(seam)(original, backend, 1, sm_scale=2) == "stock"
     assert called == [((backend, 1), {"sm_scale": 2})] * 3
-    setattr(backend, serving.SERVER, SimpleNamespace(methods=frozenset({places.SPARSE})))
-    assert hooks.hook_of(places.ATTENTION[1])(original, backend) == "stock"
+    setattr(backend, serving.LAYERS, SimpleNamespace(methods=frozenset({seams.SPARSE})))
+    assert hooks.hook_of(seams.ATTENTION[1])(original, backend) == "stock"
     lengths = torch.ones(3, dtype=torch.int32)
-    assert hooks.hook_of(places.ATTENTION[3])(original, backend, lengths, 1) == "stock"
+    assert hooks.hook_of(seams.ATTENTION[3])(original, backend, lengths, 1) == "stock"
 
 
 def test_a_logit_cap_is_refused():

@@ -19,14 +19,14 @@ from torch import Tensor
 from mla_portable.attention import HeadDims
 from mla_portable.choose import Registry, get_registry
 from mla_portable.contracts import ContextShare
-from mla_portable.engines.common import prompts as shared
-from mla_portable.engines.sglang import model, places, prompts, settings
+from mla_portable.engines.common import prompt_route as shared
+from mla_portable.engines.sglang import model, prompts, seams, settings
 from mla_portable.layouts import LAYOUTS
 from mla_portable.times.prompts import PromptTimes
 
 HEADS, Q_RANK = 4, 32
 DIMS = HeadDims(128, 64, 128)
-METHODS = import_module(places.LAYER_MODULE)
+METHODS = import_module(seams.LAYER_MODULE)
 CASE = replace(
     cases()["dsa_sparse_prefill_multi_request"], name="prompts", num_heads=HEADS, prefix_lens=(9, 0), extend_lens=(5, 21)
 )
@@ -206,10 +206,10 @@ def test_layers_that_do_more_reach_sglang_s_own_method(name: str, monkeypatch: p
         setattr(layer, name, None if name == "q_lora_rank" else True)
     from mla_portable.engines.sglang import hooks
 
-    (place,) = [each for each in places.PROMPTS if each.name == "forward_absorb_prepare"]
+    (seam,) = [each for each in seams.PROMPTS if each.name == "forward_absorb_prepare"]
     scaling = torch.ones(1) if name == "llama_4_scaling" else None
     with forward_context(ForwardContext(attn_backend=built.backend)):
-        assert hooks.hook_of(place)(lambda *args: "stock", layer, None, None, built.forward_batch, None, scaling) == "stock"
+        assert hooks.hook_of(seam)(lambda *args: "stock", layer, None, None, built.forward_batch, None, scaling) == "stock"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from machines import A100, H200
 from sglang_kit import pretend_for_indexer
 
 from mla_portable import deep_gemm
-from mla_portable.engines.sglang import indexer, places
+from mla_portable.engines.sglang import indexer, seams
 
 
 def stock_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -25,7 +25,7 @@ def stock_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> object:
         fp8_mqa_logits="ragged",
     )
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
-    selector = getattr(import_module(places.SELECTORS), name)
+    selector = getattr(import_module(seams.SELECTORS), name)
     selector.__wrapped__.cache_clear()
     try:
         return selector()
@@ -35,21 +35,21 @@ def stock_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> object:
 
 def test_selectors(monkeypatch: pytest.MonkeyPatch):
     pretend_for_indexer(monkeypatch, A100)
-    module = import_module(places.SELECTORS)
+    module = import_module(seams.SELECTORS)
     user = import_module("sglang.srt.layers.attention.dsa.dsa_indexer")
     for name, function in indexer.OURS.items():
         assert getattr(module, name)() is function and getattr(user, name)() is function
     assert module.resolve_num_sms() == deep_gemm.get_num_sms() >= 1
     pretend_for_indexer(monkeypatch, H200)
     indexer.choice.cache_clear()
-    answers = [stock_answer(place.name, monkeypatch) for place in places.INDEXER]
+    answers = [stock_answer(seam.name, monkeypatch) for seam in seams.INDEXER]
     assert answers == [132, "metadata", "paged", "ragged"]
 
 
 def test_the_indexer_of_pools_takes_deep_gemm_s_module_from_here(monkeypatch: pytest.MonkeyPatch):
     """It calls DeepGEMM by its module's name, and makes schedules by a function of its own."""
     pretend_for_indexer(monkeypatch, A100)
-    user, plans = import_module(places.POOLED_INDEXER), import_module(places.POOLED_SCHEDULE.target.rpartition(".")[0])
+    user, plans = import_module(seams.POOLED_INDEXER), import_module(seams.POOLED_SCHEDULE.target.rpartition(".")[0])
     assert isinstance(user.deep_gemm, indexer.LateDeepGemm)
     for name in ("get_num_sms", "get_paged_mqa_logits_metadata", "fp8_mqa_logits", "fp8_paged_mqa_logits"):
         assert getattr(user.deep_gemm, name) is getattr(deep_gemm, name)
@@ -69,7 +69,7 @@ def e4m3(*shape: int, seed: int) -> torch.Tensor:
 
 
 def test_ragged_scores_are_those_of_sglang_s_torch_function():
-    theirs = import_module(places.SELECTORS)._fp8_mqa_logits_torch
+    theirs = import_module(seams.SELECTORS)._fp8_mqa_logits_torch
     q, k, scales = e4m3(5, 32, 128, seed=1), e4m3(19, 128, seed=2), torch.linspace(0.5, 2, 19)
     weights = torch.randn(5, 32, generator=torch.Generator().manual_seed(3))
     starts, ends = torch.tensor([0, 0, 3, 7, 19], dtype=torch.int32), torch.tensor([1, 19, 9, 7, 19], dtype=torch.int32)

@@ -28,9 +28,9 @@ from vllm_engine import (
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import InvalidArgument
-from mla_portable.engines.vllm import compat, settings
+from mla_portable.engines.vllm import compat, model, settings
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 
 @pytest.mark.parametrize("microbatches", [False, True])
@@ -51,6 +51,13 @@ def test_what_a_dropped_builder_held_is_released(microbatches: bool, monkeypatch
     if microbatches:  # the layer reserved them, so they were part of the memory profile
         assert engine.builder.attention.buffers.workspace.data_ptr() == address
     check_step(engine, [1, 1, 9], [100, 64, 9])
+
+
+def test_a_builder_binds_the_decision_by_which_the_layers_were_configured(monkeypatch: pytest.MonkeyPatch):
+    resolved, resolve = [], model.resolve
+    monkeypatch.setattr(model, "resolve", lambda *given, **named: resolved.append(resolve(*given, **named)) or resolved[-1])
+    attention = make_builder(make_engine("fp8")).attention
+    assert attention.route_decision is resolved[-1].decision and attention.spec is resolved[-1].spec
 
 
 def test_the_latest_builder_writes_the_cache(monkeypatch: pytest.MonkeyPatch):

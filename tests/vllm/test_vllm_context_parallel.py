@@ -223,7 +223,7 @@ def test_the_profile_sees_the_scratch_of_a_merge():
 
     share, cpu = ContextShare(2), torch.device("cpu")
     merge = SelectionMerge(share, TOPK, never, never, cpu)
-    server = indexer.IndexerServer(never, None, merge, True, TOPK, BLOCK, "ue8m0", share, lambda: False)
+    server = indexer.BoundIndexer(never, None, merge, True, TOPK, BLOCK, "ue8m0", share, lambda: False)
     assert server.scratch_bytes(160) == 4 * 160 * TOPK + primitives.SELECT_SCRATCH_BYTES
     assert server.scratch_bytes(1 << 20) > 4 * TOPK * (1 << 20) + 2 * primitives.SELECT_SCRATCH_BYTES
 

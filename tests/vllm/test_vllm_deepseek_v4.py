@@ -29,7 +29,7 @@ from mla_portable.attention import SlotAttention
 from mla_portable.choose import Registry
 from mla_portable.cli.doctor.reading import in_log, in_metrics
 from mla_portable.contracts import InvalidArgument
-from mla_portable.engines.common.routing import serving
+from mla_portable.engines.common.routing import route_pairs
 from mla_portable.engines.vllm import indexer_choice, plugin, settings
 from mla_portable.engines.vllm.status import vllm_status
 from mla_portable.engines.vllm.v4 import choice, kinds, layer
@@ -157,7 +157,7 @@ def test_layers_say_what_serves_them_in_the_metric_and_in_the_log(kind: str, mon
     ((device, served),) = published  # once for layers that share it
     wanted = {"sparse_decode", "sparse_prefill"} | ({"convert_indices"} if kind == "selected" else set())
     assert {primitive for primitive, _ in served} == wanted and device == bound.attention.facts.name
-    assert set(served) >= set(serving(bound.attention.route_decision))
+    assert set(served) >= set(route_pairs(bound.attention.route_decision))
     assert {(each.primitive, each.implementation, each.device) for each in in_log(logged).served} == {
         (*pair, device) for pair in served
     }
@@ -169,6 +169,16 @@ def test_the_metric_of_layers_reaches_prometheus():
     case.run(case.step([1], [300], 1))
     found = {(each.primitive, each.implementation) for each in in_metrics(generate_latest(REGISTRY).decode())}
     assert found >= {("sparse_decode", "reference.torch"), ("convert_indices", "reference.torch")}
+
+
+def test_the_layers_of_a_kind_take_the_decision_on_graphs(monkeypatch: pytest.MonkeyPatch):
+    made, decide = [], kinds.decide_route
+    monkeypatch.setattr(kinds, "decide_route", lambda *given, **named: made.append(decide(*given, **named)) or made[-1])
+    kinds._shared().clear()  # layers that other tests hold
+    case = Case("selected")
+    case.run(case.step([1], [300], 1))
+    (bound,) = case.layer._kinds.values()
+    assert len(made) == 1 and bound.attention.route_decision is made[0]
 
 
 @pytest.mark.parametrize("route, in_place", [("auto", True), ("direct", True), ("split", False)])

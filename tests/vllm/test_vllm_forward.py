@@ -41,7 +41,7 @@ from mla_portable.contracts import InvalidArgument, PlanMismatch
 from mla_portable.engines.vllm import compat
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import PlannerConfig
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES
 
 BATCHES = {
     "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),

@@ -71,7 +71,7 @@ def test_rows_of_padding_get_nothing(drafts: int):
 
 def test_kernels_of_triton_serve_as_the_reference_does(monkeypatch: pytest.MonkeyPatch):
     logged: list[str] = []
-    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
+    monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     monkeypatch.setattr(indexer, "_log_server", lambda what, reason: logged.append(what))
     with use("triton"):
         engine = make_indexer(drafts=1)
@@ -145,10 +145,10 @@ def test_profiling_binds_and_shows_its_scratch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "empty", spy)
     compiled: list[tuple[Any, ...]] = []
     monkeypatch.setattr(indexer, "_run_once", lambda select, *kind: compiled.append(kind))
-    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
+    monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     assert call(engine, step, None) is not None
     assert primitives.SELECT_SCRATCH_BYTES in taken and compiled == [(HEADS, TOPK, CPU, ContextShare())]
-    assert [key[:5] for key in indexer._servers()] == [(CPU, HEADS, TOPK, "ue8m0", ContextShare())]
+    assert [key[:5] for key in indexer._indexers()] == [(CPU, HEADS, TOPK, "ue8m0", ContextShare())]
     assert (engine.topk == 77).all()
 
 
@@ -162,7 +162,7 @@ def test_tables_are_as_wide_as_the_step_outside_of_graphs_alone(monkeypatch: pyt
 
     plan = indexer.plan_step(step.common, 2, 2)
     for capturing in (False, True):
-        server = indexer.IndexerServer(spy, None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), partial(bool, capturing))
+        server = indexer.BoundIndexer(spy, None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), partial(bool, capturing))
         server.choose(step.q, step.weights, engine.kv_cache, plan, engine.topk)
     assert widths == [3, 1, 4, 4]
 
@@ -180,7 +180,7 @@ def test_nothing_is_scored_where_nothing_is_selected_away(padding: dict[str, int
         return replace(server, select=select, is_capturing=lambda: capture)
 
     monkeypatch.setattr(indexer, "_bind", watched)
-    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
+    monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     for capture in (False, True):
         engine.topk.fill_(77)
         run(engine, step, capture=capture)
@@ -224,7 +224,7 @@ def test_schedules_are_planned_once_a_step_by_each_builder_for_all_layers(monkey
         return replace(server, select=select, kind=kind, is_capturing=lambda: capturing[-1])
 
     monkeypatch.setattr(indexer, "_bind", watched)
-    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
+    monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     engine = make_indexer(drafts=1)
 
     def served(query_lens: list[int], seq_lens: list[int], *, capture: bool = False) -> list[RowLengths | None]:
@@ -308,9 +308,9 @@ def test_what_is_computed_as_dense_attention_needs_no_selection(monkeypatch: pyt
     before = engine.kv_cache.clone()
     call(engine, step, {NAME: engine.builder.build(0, step.common), "layer": dense})
     assert (engine.topk == 77).all() and not torch.equal(engine.kv_cache, before)
-    servers = {key: replace(server, is_capturing=lambda: True) for key, server in indexer._servers().items()}
+    servers = {key: replace(server, is_capturing=lambda: True) for key, server in indexer._indexers().items()}
     with monkeypatch.context() as patch:
-        patch.setattr(indexer, "_servers", lambda: servers)
+        patch.setattr(indexer, "_indexers", lambda: servers)
         call(engine, step, {NAME: engine.builder.build(0, step.common), "layer": dense})
     check(engine, step)  # a graph is replayed for steps that are not dense
     engine.topk.fill_(77)
@@ -381,11 +381,11 @@ def test_an_out_of_tree_platform_is_served_too(monkeypatch: pytest.MonkeyPatch):
 
 def test_graphs_are_refused_where_what_serves_cannot_be_captured(monkeypatch: pytest.MonkeyPatch):
     engine = make_indexer()
-    server = indexer.IndexerServer(lambda *_: None, None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), lambda: False)
+    server = indexer.BoundIndexer(lambda *_: None, None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), lambda: False)
     support = type(engine.builder).get_cudagraph_support
-    monkeypatch.setattr(indexer, "_servers", lambda: {(): server})
+    monkeypatch.setattr(indexer, "_indexers", lambda: {(): server})
     assert support(engine.config, None).name == "UNIFORM_BATCH"
-    monkeypatch.setattr(indexer, "_servers", lambda: {(): replace(server, graph=False)})
+    monkeypatch.setattr(indexer, "_indexers", lambda: {(): replace(server, graph=False)})
     assert support(engine.config, None).name == "NEVER"
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
     indexer_choice.choose(engine.config)
@@ -407,14 +407,14 @@ def test_vllms_writer_is_tried_before_it_is_trusted(fault: str, monkeypatch: pyt
     assert bool(why_not) == bool(fault)
     assert fault != "wrong" or "came out as" in why_not
     monkeypatch.setattr(indexer, "try_vllm_write", lambda device: why_not)
-    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
+    monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     engine = make_indexer()
     step = make_batch(engine, [1, 9], [33, 190])
     call(engine, step, {NAME: engine.builder.build(0, step.common)}, rows=14)  # keys of padding are not written
     check(engine, step)
-    assert all((server.write is None) == (not fault) for server in indexer._servers().values())
+    assert all((server.write is None) == (not fault) for server in indexer._indexers().values())
     monkeypatch.setenv(settings.ENV_WRITER, "vllm")
-    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
+    monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     if fault:
         with pytest.raises(InvalidArgument, match=settings.ENV_WRITER):
             run(engine, step)

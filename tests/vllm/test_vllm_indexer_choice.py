@@ -114,7 +114,7 @@ def test_no_unused_server_is_bound_when_v4_is_profiled(monkeypatch: pytest.Monke
     config.model_config.hf_config = v4_config()
     indexer_choice.choose(config)
     bound: list[Any] = []
-    monkeypatch.setattr(indexer, "server_for", lambda *given, **named: bound.append(given))
+    monkeypatch.setattr(indexer, "indexer_for", lambda *given, **named: bound.append(given))
     module = importlib.import_module(vllm_indexer.LAYER)
     stock = inspect.unwrap(module.SparseAttnIndexer.forward_cuda)
     serve = indexer_seams.operator(module, lambda *given, **named: "vLLM's")

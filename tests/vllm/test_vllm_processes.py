@@ -36,7 +36,7 @@ def test_vllm_finds_the_entry_point():
 
 CHILD = """
 import logging
-from mla_portable.engines.common.serving import publish
+from mla_portable.engines.common.metrics import publish
 publish("NVIDIA H200", [("sparse_decode", "nvidia.native")] * 2, logging.getLogger())
 """
 SERVER = """

@@ -36,7 +36,7 @@ from vllm_engine import (
 from mla_portable.attention import HeadDims
 from mla_portable.choose import Registry, get_registry, use
 from mla_portable.contracts import ContextShare, InvalidArgument
-from mla_portable.engines.common import prompts as shared
+from mla_portable.engines.common import prompt_route as shared
 from mla_portable.engines.vllm import compat, prompts
 from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 from mla_portable.times.prompts import PromptTimes

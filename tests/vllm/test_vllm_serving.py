@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm_engine import make_builder, make_engine
 
 from mla_portable.cli.doctor import reading
-from mla_portable.engines.common.routing import serving as served_by
+from mla_portable.engines.common.routing import route_pairs as served_by
 from mla_portable.engines.vllm import settings
 
 

@@ -19,7 +19,7 @@ from mla_portable.models import DEEPSEEK_V32
 
 if TYPE_CHECKING:
     from mla_portable.choose import PluginReport
-    from mla_portable.cli.doctor.diagnosis import Choice, Diagnosis, TimesRead
+    from mla_portable.cli.doctor.diagnosis import Diagnosis, PrimitiveChoice, TimesRead
     from mla_portable.contracts import DeviceFacts, EngineStatus
 
 
@@ -178,12 +178,13 @@ def _policy(diagnosis: Diagnosis) -> list[str]:
     return list(lines.values()) or ["no backend is forced; the registry chooses by cost"]
 
 
-def _served(diagnosis: Diagnosis, choice: Choice) -> list[str]:
+def _served(diagnosis: Diagnosis, choice: PrimitiveChoice) -> list[str]:
     """What serves a primitive, by whose decision or at what cost, and what would serve it otherwise."""
     examined = [each for each in diagnosis.examined if each.primitive == choice.primitive]
     costs = {each.implementation: f"{each.cost:g} {each.cost_source.partition(' ')[0]}" for each in examined}
     partly = {each.implementation for each in examined if each.partly}
     working = partly | {each.implementation for each in examined if not each.reasons}
+    working -= {each.implementation for each in examined if each.low}
     others = [f"{name} ({costs[name]})" for name in choice.ranking if name in working and name != choice.chosen]
     why = f"forced by {choice.control}" if choice.forced else f"cost {costs[choice.chosen]}" if choice.chosen else ""
     why += ", for some requests" if choice.chosen in partly else ""
@@ -199,6 +200,7 @@ def _implementations(diagnosis: Diagnosis) -> Iterator[RenderableType]:
                 f"{each.cost:g} {each.cost_source.partition(' ')[0]}",
                 ("for some requests; " if each.partly else "")
                 + ("; ".join(map(str, each.reasons)) or "works")
+                + each.remark
                 + (f" ({each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms)" if each.probe else ""),
             ]
             for each in found

@@ -15,8 +15,10 @@ import torch
 from mla_portable._version import __version__
 from mla_portable.accelerator import device_names
 from mla_portable.choose import PluginReport, Policy, ProbeReport, Registry
-from mla_portable.choose.faults import first_line
+from mla_portable.choose.faults import first_line, is_fatal
+from mla_portable.choose.probe import Unjudged
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
+from mla_portable.contracts.support import ONLY_WHEN_FORCED
 from mla_portable.times.files import TimesFile
 
 _PORTABLE: Final = 50.0
@@ -47,6 +49,7 @@ class Examined:
         cost, cost_source: what it is ranked by for a call of which only the primitive is known.
         reasons: all that speak against it; empty means that it works. probe: what its probe found, None where it was not
             tried because it does not claim the device, or because the probe itself broke down.
+        low: its accuracy; it is chosen only when forced.
     """
 
     implementation: str
@@ -55,6 +58,12 @@ class Examined:
     cost_source: str
     reasons: tuple[Reason, ...]
     probe: ProbeReport | None
+    low: bool = False
+
+    @property
+    def remark(self) -> str:
+        """Behind its state, "" for most."""
+        return f" (low accuracy: {ONLY_WHEN_FORCED})" if self.low else ""
 
     @property
     def partly(self) -> bool:
@@ -63,7 +72,7 @@ class Examined:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PrimitiveChoice:
     """The implementation that is chosen for a primitive on the device; None when none can serve it.
 
     ranking: all candidates, in the order of the decision.
@@ -116,7 +125,7 @@ class Diagnosis:
     environment: tuple[tuple[str, str], ...]
     times: tuple[TimesRead, ...]
     examined: tuple[Examined, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[PrimitiveChoice, ...]
     problems: tuple[Problem, ...]
 
     @property
@@ -154,7 +163,7 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         problems += [*reported, *_unserved(decisions, facts)]
     rules = tuple((str(rule.primitive or "all"), rule.target, rule.control) for rule in policy.rules)
     choices = tuple(
-        Choice(str(d.request.primitive), d.chosen, d.control, d.forced, tuple(v.implementation for v in d.verdicts))
+        PrimitiveChoice(str(d.request.primitive), d.chosen, d.control, d.forced, tuple(v.implementation for v in d.verdicts))
         for d in decisions
     )
     problems += [*_forced_plugins(registry, rules), *_slow_launches(device)]
@@ -195,7 +204,7 @@ def _slow_launches(device: torch.device) -> Iterator[Problem]:
     if device.type != "cpu" and find_spec("triton") is not None:
         from mla_portable.kit.triton_launcher import why_through_triton
 
-        why = why_through_triton()
+        why = why_through_triton(device.type)
         if why is not None:
             yield Problem(
                 f"launches of Triton kernels take the host longer than they need to: {why}",
@@ -243,13 +252,15 @@ def _examine(
                 report = registry.probe(implementation, device)
                 reasons = report.reasons
             except Exception as error:
-                usable = False
+                usable = not is_fatal(error, device.type)
                 reasons = (Reason("probe", f"raised {first_line(error)}", "it should finish"),)
-                what = f"the device failed while {name} / {primitive} was probed: {first_line(error)}"
-                remedy = f"free its memory or reset it, or set MLA_PORTABLE_DISABLE={implementation.backend}"
+                subject = "the probe" if usable else "the device"
+                what = f"{subject} failed while {name} / {primitive} was probed: {first_line(error)}"
+                repair = "" if usable else "free its memory or reset it, or "
+                remedy = f"{repair}set MLA_PORTABLE_DISABLE={implementation.backend}"
                 problems.append(Problem(what, remedy, fatal=True))
         cost = costs.get((name, primitive), (implementation.preference, "declared"))
-        yield Examined(name, primitive, *cost, reasons, report)
+        yield Examined(name, primitive, *cost, reasons, report, implementation.support.accuracy == "low")
 
 
 def _decisions(registry: Registry, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Decision]:
@@ -310,7 +321,7 @@ def _claims_of_everything(registry: Registry) -> Iterator[Problem]:
 
 
 def _defects(
-    examined: tuple[Examined, ...], rules: tuple[tuple[str, str, str], ...], choices: tuple[Choice, ...]
+    examined: tuple[Examined, ...], rules: tuple[tuple[str, str, str], ...], choices: tuple[PrimitiveChoice, ...]
 ) -> Iterator[Problem]:
     """Implementations that are declared for the device and do not work, fatal where the policy names them.
 
@@ -333,6 +344,9 @@ def _defects(
         of = f"all {len(primitives)} primitives" if everything else ", ".join(primitives)
         verdict = f"works for some requests only: it solves {solved}, and fails" if solved else "does not work here"
         what = f"{name} ({of}) {verdict}: {_words(reasons)}"
+        if all(isinstance(reason, Unjudged) for reason in reasons):
+            unjudged = "; ".join(f"{each.given.removeprefix('problem ')} ({each.limit})" for each in reasons)
+            what = f"the problem of {name}, {of} {unjudged}"
         remedy = _remedies(reasons) or "install what it misses; it is left out until then"
         if solved:
             remedy += f"; `mla-portable conform {name} --primitive {primitives[0]}` runs every case"

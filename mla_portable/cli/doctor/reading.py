@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from mla_portable.engines.common.serving import LABELS, LOG_LINE, METRIC, NOT_SERVING
+from mla_portable.engines.common.metrics import LABELS, LOG_LINE, METRIC, NOT_SERVING
 
 _ONE_PROCESS: Final = "process_start_time_seconds"
 """A metric of the process that answers; in multiprocess mode `/metrics` has none of them."""

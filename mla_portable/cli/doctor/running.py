@@ -22,7 +22,7 @@ from urllib.request import urlopen
 import typer
 
 from mla_portable.cli.doctor.reading import Serving, in_log, in_metrics, is_of_one_process, unread_in_metrics
-from mla_portable.engines.common.serving import METRIC
+from mla_portable.engines.common.metrics import METRIC
 
 _OPTION: Final = "--engine"
 _SECONDS: Final = 20.0

@@ -58,6 +58,6 @@ def indexer_requests(facts: DeviceFacts, topk: int = DEEPSEEK_V32.topk) -> tuple
     """
     layout: dict[str, Any] = {"kv_layout": "index_fp8", "block_size": 64, "graph": facts.graph_capture is not False}
     return (
-        Request(INDEXER_SELECT, facts, num_heads=DEEPSEEK_V32.index_heads, topk=topk, **layout),
+        Request(INDEXER_SELECT, facts, num_heads=DEEPSEEK_V32.index_heads, topk=topk, whole_tables=True, **layout),
         Request(INDEXER_CACHE_WRITE, facts, scale_format="pow2", **layout),
     )

@@ -13,15 +13,13 @@ from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.engines.common.routing import bind_for
 from mla_portable.kit.rules import check_cache
-from mla_portable.layouts import INDEX
+from mla_portable.layouts import INDEX, INDEX_FP8
 from mla_portable.primitives import INDEXER_CACHE_WRITE, IndexerCacheWrite
 
 
 def facts_of_pages(pages: Tensor, where: str) -> dict[str, Any]:
     """What a Request says of pages. where: who asks, for errors. Raises: InvalidArgument for another cache."""
-    layout, block_size, apart, alignment = check_cache(where, "kv_cache", pages, pages.device, INDEX)
-    uneven = bool(apart % layout.row_width)
-    return {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
+    return check_cache(where, "kv_cache", pages, pages.device, INDEX, kv_layout=INDEX_FP8.name)._asdict()
 
 
 def key_writer(pages: Tensor) -> IndexerCacheWrite:

@@ -47,7 +47,8 @@ def decide_route(
     Args:
         registry: None for the process's own. clean_slots: None for a SparseMLAAttention; as a SlotAttention is given it, for
             that. probe: try implementations that were not tried before.
-    Returns: the decision, whose `spec` says whether layers are captured. Where nothing serves, that without graphs.
+    Returns: the decision, whose `spec` says whether layers are captured. Where nothing serves, that without graphs. A layer
+        takes it as `route_decision`, with its `spec`, and decides nothing again.
     """
     demand = LayerRegistry(registry, None, probe=probe)
     facts = demand.facts(device)
@@ -57,11 +58,12 @@ def decide_route(
             return choose_route(spec, facts, demand)
         return choose_slot_route(spec, facts, demand, clean_slots=clean_slots)
 
-    decision = decide(spec)
-    return decide(replace(spec, graph=False)) if decision.chosen is None and spec.graph else decision
+    with demand.guard(device):
+        decision = decide(spec)
+        return decide(replace(spec, graph=False)) if decision.chosen is None and spec.graph else decision
 
 
-def serving(decision: RouteDecision) -> tuple[tuple[str, str], ...]:
+def route_pairs(decision: RouteDecision) -> tuple[tuple[str, str], ...]:
     """(primitive, implementation) of each part of the chosen route, each once. Raises: UnsupportedRoute where there is none."""
     return pairs(part.decision for part in decision.verdict.parts)
 
@@ -70,7 +72,7 @@ def served_by(decision: RouteDecision) -> str:
     """What serves each primitive of the chosen route; where nothing serves, the reasons against every route."""
     if decision.chosen is None:
         return "; ".join(f"{verdict.route}: {verdict}" for verdict in decision.verdicts)
-    return in_words(serving(decision))
+    return in_words(route_pairs(decision))
 
 
 def pairs(decisions: Iterable[Decision]) -> tuple[tuple[str, str], ...]:

@@ -2,7 +2,7 @@
 """The SGLang plugin: sparse MLA of DeepSeek-V3.2 style models through mla_portable, inside SGLang's own DSA backend.
 
 plugin       the entry point; registers the hooks
-places       what of SGLang is hooked, and how its signatures are checked
+seams        what of SGLang is hooked, and how its signatures are checked
 hooks        what SGLang calls in place of its methods
 serving      one backend object's layers: their implementations and calls
 model        SGLang's backend object -> AttentionSpec, or reasons against it
@@ -17,5 +17,5 @@ status       what `mla-portable doctor` says about it
 registration  what it declares to the registry
 
 SGLang writes the cache, selects the keys, and plans its step. Nothing here imports SGLang before SGLang itself asks for the
-plugin; `places`, `registration`, `settings` and `status` never do.
+plugin; `seams`, `registration`, `settings` and `status` never do.
 """

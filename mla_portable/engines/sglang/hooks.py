@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic
-"""What SGLang calls in place of the functions in `places`. Each calls SGLang's own where that serves."""
+"""What SGLang calls in place of the functions in `seams`. Each calls SGLang's own where that serves."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from mla_portable.engines.sglang import indexer, model, places, pool_rows, prompts, serving
+from mla_portable.engines.sglang import indexer, model, pool_rows, prompts, seams, serving
 
 
-def hook_of(place: places.Place) -> Callable[..., Any]:
-    """The hook of a place, as SGLang's registry takes it: AROUND (original, *args), AFTER (result, *args)."""
-    if place in places.INDEXER:
-        return functools.partial(_select, place.name)
-    if place == places.POOLED_SCHEDULE:
+def hook_of(seam: seams.Seam) -> Callable[..., Any]:
+    """The hook of a seam, as SGLang's registry takes it: AROUND (original, *args), AFTER (result, *args)."""
+    if seam in seams.INDEXER:
+        return functools.partial(_select, seam.name)
+    if seam == seams.POOLED_SCHEDULE:
         return indexer.module
-    return _HOOKS[place.name]
+    return _HOOKS[seam.name]
 
 
 def _select(name: str, original: Callable[[], Any]) -> Any:
@@ -27,21 +27,21 @@ def _select(name: str, original: Callable[[], Any]) -> Any:
 
 
 def _calls(method: str, serve: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook around an attention method: `serve(server, backend, ...)` where the backend object's server has the method."""
+    """A hook around an attention method: `serve(layers, backend, ...)` where the backend object's layers have the method."""
 
     def around(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-        server = getattr(backend, serving.SERVER, None)
-        if server is None or method not in server.methods:
+        layers = getattr(backend, serving.LAYERS, None)
+        if layers is None or method not in layers.methods:
             return original(backend, *args, **kwargs)
-        return serve(server, backend, *args, **kwargs)
+        return serve(layers, backend, *args, **kwargs)
 
     return around
 
 
 def _serves(backend: Any, dsa_impl: str) -> bool:
     """The method of one of SGLang's implementations is served here."""
-    server = getattr(backend, serving.SERVER, None)
-    return server is not None and model.METHOD_OF.get(dsa_impl) in server.methods
+    layers = getattr(backend, serving.LAYERS, None)
+    return layers is not None and model.METHOD_OF.get(dsa_impl) in layers.methods
 
 
 def _resolve_kpool_tail_backend(original: Callable[..., Any], backend: Any, topk_indices: Any, dsa_impl: str) -> str:
@@ -56,10 +56,10 @@ def _check_kpool_tail_backend(original: Callable[..., Any], backend: Any, topk_i
 
 def _compute_flashmla_metadata(original: Callable[..., Any], backend: Any, cache_seqlens: Any, seq_len_q: int) -> Any:
     """Tensors of the shapes that SGLang slices and copies; nothing here reads them, and FlashMLA need not be there."""
-    server = getattr(backend, serving.SERVER, None)
-    if server is None or places.KV not in server.methods:
+    layers = getattr(backend, serving.LAYERS, None)
+    if layers is None or seams.KV not in layers.methods:
         return original(backend, cache_seqlens=cache_seqlens, seq_len_q=seq_len_q)
-    made = import_module(places.BACKEND_MODULE).DSAFlashMLAMetadata
+    made = import_module(seams.BACKEND_MODULE).DSAFlashMLAMetadata
     rows = cache_seqlens.shape[0]
     return made(flashmla_metadata=cache_seqlens.new_zeros((1, 8)), num_splits=cache_seqlens.new_zeros(rows + 1))
 
@@ -69,24 +69,24 @@ def _built(result: None, backend: Any, model_runner: Any, *args: Any, **kwargs: 
 
 
 def _planned(result: None, backend: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    server = getattr(backend, serving.SERVER, None)
-    if server is not None:
-        server.prepare(backend.forward_metadata)
-        if server.prompts is not None:
-            server.prompts.plan(backend, forward_batch)
+    layers = getattr(backend, serving.LAYERS, None)
+    if layers is not None:
+        layers.prepare(backend.forward_metadata)
+        if layers.prompts is not None:
+            layers.prompts.plan(backend, forward_batch)
 
 
 def _planned_for_graph(result: None, backend: Any, *args: Any, **kwargs: Any) -> None:
-    server = getattr(backend, serving.SERVER, None)
-    if server is not None:
-        server.prepare(backend.forward_metadata)
-        if server.prompts is not None:
-            server.prompts.step = None
+    layers = getattr(backend, serving.LAYERS, None)
+    if layers is not None:
+        layers.prepare(backend.forward_metadata)
+        if layers.prompts is not None:
+            layers.prompts.step = None
 
 
 def _prompts_of(backend: Any) -> Any | None:
     """The Prompts of the backend object that serves the step, where the step is theirs."""
-    found = getattr(getattr(backend, serving.SERVER, None), "prompts", None)
+    found = getattr(getattr(backend, serving.LAYERS, None), "prompts", None)
     return found if found is not None and found.step is not None else None
 
 
@@ -106,7 +106,7 @@ def _absorb_prepare(
     prev_topk_indices: Any = None,
 ) -> Any:
     """Where the step's prompts are computed over keys of each head: the layer's attention, else SGLang's own."""
-    backend = import_module(places.CONTEXT_MODULE).get_attn_backend()
+    backend = import_module(seams.CONTEXT_MODULE).get_attn_backend()
     step = _prompts_of(backend)
     if step is None or llama_4_scaling is not None or not prompts.is_plain(layer):
         return original(layer, positions, hidden_states, forward_batch, zero_allocator, llama_4_scaling, prev_topk_indices)
@@ -120,9 +120,9 @@ def _absorb_core(original: Callable[..., Any], layer: Any, *args: Any, **kwargs:
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {
-    places.SPARSE: _calls(places.SPARSE, serving.Server.flashmla_sparse),
-    places.KV: _calls(places.KV, serving.Server.flashmla_kv),
-    places.FA3: _calls(places.FA3, serving.Server.fa3),
+    seams.SPARSE: _calls(seams.SPARSE, serving.BackendLayers.flashmla_sparse),
+    seams.KV: _calls(seams.KV, serving.BackendLayers.flashmla_kv),
+    seams.FA3: _calls(seams.FA3, serving.BackendLayers.fa3),
     "_resolve_kpool_tail_backend": _resolve_kpool_tail_backend,
     "_check_kpool_tail_backend": _check_kpool_tail_backend,
     "_compute_flashmla_metadata": _compute_flashmla_metadata,

@@ -23,7 +23,7 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, InvalidArgument, UnsupportedRequest
 from mla_portable.engines.common import e4m3_stores, index_keys
 from mla_portable.engines.common.e4m3_stores import Kernel, Serve
-from mla_portable.engines.sglang import model, places, settings, stock
+from mla_portable.engines.sglang import model, seams, settings, stock
 from mla_portable.layouts import INDEX_FP8
 
 
@@ -109,7 +109,7 @@ SERVED_BY: Final[dict[str, Serve]] = {
     "_kpool_write_tail_and_maybe_compress_kernel": update_drafts,
     "_kpool_decode_update_and_maybe_write_cache_kernel": update_pools,
 }
-"""By the name of a place in `places.INDEX_KERNELS`."""
+"""By the name of a seam in `seams.INDEX_KERNELS`."""
 
 
 def serve(facts: DeviceFacts, *, pools: bool) -> None:
@@ -128,17 +128,17 @@ def serve(facts: DeviceFacts, *, pools: bool) -> None:
             expected = f"keys of single tokens, as {reason}, and nothing here writes the indexer's keys: {error}"
             raise InvalidArgument("SGLang", "index_kpool", got="pools of keys", expected=expected) from error
     replaced: list[str] = []
-    for place in places.INDEX_KERNELS:
-        path = place.target.rpartition(".")[0]
+    for seam in seams.INDEX_KERNELS:
+        path = seam.target.rpartition(".")[0]
         try:
             module = import_module(path)
         except ModuleNotFoundError as error:  # another version has this kernel elsewhere, or not at all
             if not str(error.name).startswith("sglang"):
                 raise
             continue
-        if hasattr(module, place.name):
-            e4m3_stores.replace_kernels(module, {place.name: SERVED_BY[place.name]})
-            replaced.append(place.name)
+        if hasattr(module, seam.name):
+            e4m3_stores.replace_kernels(module, {seam.name: SERVED_BY[seam.name]})
+            replaced.append(seam.name)
     _log_once(", ".join(replaced), reason)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mla_portable.attention import AttentionSpec
-from mla_portable.engines.sglang.places import FA3, KV, SPARSE
+from mla_portable.engines.sglang.seams import FA3, KV, SPARSE
 from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, KV_LORA_RANK, LAYOUTS, QK_ROPE_HEAD_DIM
 

@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from mla_portable.contracts import MLAPortableError
-from mla_portable.engines.sglang import places, settings
+from mla_portable.engines.sglang import seams, settings
 
 
 class ChangedSGLang(MLAPortableError):
@@ -23,7 +23,7 @@ class ChangedSGLang(MLAPortableError):
 def register() -> None:
     """Register the hooks, unless MLA_PORTABLE_SGLANG is off; implementations are chosen later, when a model is built.
 
-    Raises: InvalidArgument for a variable of the plugin with a value that is not allowed; ChangedSGLang with every place that
+    Raises: InvalidArgument for a variable of the plugin with a value that is not allowed; ChangedSGLang with every seam that
         is missing or has parameters that are not known. Nothing is registered then.
     """
     try:
@@ -47,24 +47,24 @@ def _register() -> list[str]:
 
     from mla_portable.engines.sglang import hooks, indexer
 
-    found = list(places.objections(_parameters))
+    found = list(seams.objections(_parameters))
     if found:
         raise ChangedSGLang(f"this SGLang is not one that it knows: {'; '.join(found)}")
     names: list[str] = []
-    for place in places.PLACES:
-        if place in (*places.INDEXER, places.POOLED_SCHEDULE) and settings.indexer() == "off":
+    for seam in seams.SEAMS:
+        if seam in (*seams.INDEXER, seams.POOLED_SCHEDULE) and settings.indexer() == "off":
             continue
-        if place.optional and _resolve(place.target) is None:
+        if seam.optional and _resolve(seam.target) is None:
             continue
-        HookRegistry.register(place.target, hooks.hook_of(place), HookType[place.kind])
-        names.append(place.target.removeprefix("sglang.srt.layers.attention."))
+        HookRegistry.register(seam.target, hooks.hook_of(seam), HookType[seam.kind])
+        names.append(seam.target.removeprefix("sglang.srt.layers.attention."))
     if settings.indexer() == "off":
         return names
-    if not any(place.name in name for place in places.INDEXER for name in names):
-        indexer.replace_modules(places.DEEP_GEMM_USERS)
+    if not any(seam.name in name for seam in seams.INDEXER for name in names):
+        indexer.replace_modules(seams.DEEP_GEMM_USERS)
         names.append("DeepGEMM's module")
-    elif _resolve(places.POOLED_INDEXER) is not None:
-        indexer.replace_modules((places.POOLED_INDEXER,))
+    elif _resolve(seams.POOLED_INDEXER) is not None:
+        indexer.replace_modules((seams.POOLED_INDEXER,))
     return names
 
 
@@ -86,7 +86,7 @@ def _parameters(target: str) -> tuple[str, ...] | None:
     return tuple(inspect.signature(found).parameters if names is None else names)
 
 
-def is_applied(place: places.Place) -> bool:
-    """SGLang has put the hook of a place in force in this process."""
-    found = _resolve(place.target)
+def is_applied(seam: seams.Seam) -> bool:
+    """SGLang has put the hook of a seam in force in this process."""
+    found = _resolve(seam.target)
     return inspect.isfunction(found) and getattr(found, "__wrapped__", None) is not None

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention
 from mla_portable.contracts import DeviceFacts
-from mla_portable.engines.common.prompts import plan_where_faster, prompt_attention
+from mla_portable.engines.common.prompt_route import plan_where_faster, prompt_attention
 from mla_portable.engines.sglang import model
-from mla_portable.engines.sglang.places import BACKEND_MODULE, LAYER_MODULE
+from mla_portable.engines.sglang.seams import BACKEND_MODULE, LAYER_MODULE
 from mla_portable.engines.sglang.settings import logger
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.planner.prompts import PromptPlan
@@ -45,7 +45,7 @@ class Computed:
 
 
 class Prompts:
-    """Beside a Server: the extends whose prompts are computed over keys of each head.
+    """Beside BackendLayers: the extends whose prompts are computed over keys of each head.
 
     Attributes:
         step: the plan of the step that runs, None where it takes the sparse route.
@@ -154,7 +154,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def prompts(backend: Any, model_runner: Any, spec: AttentionSpec, facts: DeviceFacts) -> Prompts | None:
-    """Beside the Server of a backend object; None where its prompts always take the sparse route.
+    """Beside the BackendLayers of a backend object; None where its prompts always take the sparse route.
 
     Those of models without a rotary part do: their layers see another object, which has this one and a second for its
     layers of linear attention, and an indexer of pools of keys names slots alone.

@@ -20,13 +20,13 @@ from mla_portable.attention import AttentionSpec, SlotAttention, UnsupportedRout
 from mla_portable.choose import get_registry
 from mla_portable.contracts import InvalidArgument, StepLengths
 from mla_portable.contracts.values import device_of
-from mla_portable.engines.common.routing import decide_route, served_by, serving
-from mla_portable.engines.common.serving import publish
+from mla_portable.engines.common.metrics import publish
+from mla_portable.engines.common.routing import decide_route, route_pairs, served_by
 from mla_portable.engines.sglang import index_codes, model, pool_rows, prompts, settings, stock, topk
 from mla_portable.layouts import LAYOUTS
 
-SERVER: Final = "_mla_portable"
-"""The attribute of SGLang's backend object that holds its Server."""
+LAYERS: Final = "_mla_portable"
+"""The attribute of SGLang's backend object that holds its BackendLayers."""
 
 
 def _shared() -> WeakValueDictionary[tuple[AttentionSpec, torch.device, bool], SlotAttention]:
@@ -34,7 +34,7 @@ def _shared() -> WeakValueDictionary[tuple[AttentionSpec, torch.device, bool], S
     return get_registry().keep("SGLang's attention", WeakValueDictionary)
 
 
-class Server:
+class BackendLayers:
     """The layers of one backend object.
 
     Attributes:
@@ -183,22 +183,22 @@ def _attention(spec: AttentionSpec, device: torch.device, *, clean: bool) -> Slo
     shared = _shared()
     found = shared.get((spec, device, clean))
     if found is None:
-        bound = decide_route(spec, device, clean_slots=clean).spec
-        found = SlotAttention(bound, device=device, clean_slots=clean)
-        if spec.graph and not bound.graph:
+        decision = decide_route(spec, device, clean_slots=clean)
+        found = SlotAttention(decision.spec, device=device, clean_slots=clean, route_decision=decision)
+        if spec.graph and not decision.spec.graph:
             _log_without_graphs(str(found.facts))
         shared[spec, device, clean] = found
-        publish(found.facts.name, serving(found.route_decision), settings.logger)
+        publish(found.facts.name, route_pairs(found.route_decision), settings.logger)
     return found
 
 
-def attach(backend: Any, model_runner: Any) -> Server | None:
+def attach(backend: Any, model_runner: Any) -> BackendLayers | None:
     """Choose the implementations for a new backend object, log them, and keep them there.
 
     Returns: None where SGLang's own methods serve all calls.
     Raises: UnsupportedRoute or InvalidArgument where neither can, be it attention or the indexer's keys.
     """
-    setattr(backend, SERVER, None)
+    setattr(backend, LAYERS, None)
     methods, mode = model.methods_in_use(backend), settings.mode()
     device = device_of("SGLang", model_runner.device)  # with its index, as its tensors have it
     facts = get_registry().facts(device)
@@ -220,7 +220,7 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
         pool = LAYOUTS[model.pool_layout(backend)]
         if pool.is_quantized:
             pool_rows.of_device(device, pool)  # raises now, in place of the first write
-        server = Server(backend, model_runner, device, wanted)
+        layers = BackendLayers(backend, model_runner, device, wanted)
     except (InvalidArgument, UnsupportedRoute) as error:
         needed = [f"{method}: {reason}" for method, reason in against.items() if reason is not None]
         if needed:
@@ -228,15 +228,15 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
             raise
         settings.logger.warning("SGLang's own kernels serve this model, mla_portable does not: %s", error)
         return None
-    setattr(backend, SERVER, server)
-    served = "; ".join(f"{each.spec.kv_layout}: {served_by(each.route_decision)}" for each in server.attentions)
-    if server.prompts is not None:
-        served += f"; prompts over keys of each head: {server.prompts.served_by}"
+    setattr(backend, LAYERS, layers)
+    served = "; ".join(f"{each.spec.kv_layout}: {served_by(each.route_decision)}" for each in layers.attentions)
+    if layers.prompts is not None:
+        served += f"; prompts over keys of each head: {layers.prompts.served_by}"
     why, heads = "; ".join(dict.fromkeys(wanted.values())), backend.num_q_heads
     _log_once(f"mla_portable serves {', '.join(wanted)} for {names} on {facts}, {heads} heads: {served}; because {why}")
-    for each in server.attentions:
+    for each in layers.attentions:
         settings.logger.debug("%s", each.explain())
-    return server
+    return layers
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from mla_portable.contracts import EngineStatus, Request
 from mla_portable.engines.common.routing import decide_route
 from mla_portable.engines.common.scorer import scorer
 from mla_portable.engines.common.status import choices, obstacle, version_and_mode
-from mla_portable.engines.sglang import places, settings
+from mla_portable.engines.sglang import seams, settings
 from mla_portable.models import DEEPSEEK_V32
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED
 
@@ -53,11 +53,11 @@ def _obstacle(mode: str, environ: Mapping[str, str]) -> str:
 
 
 def changes() -> list[str]:
-    """The places of the installed SGLang that are not as the plugin knows them; with any of them it hooks nothing."""
+    """The seams of the installed SGLang that are not as the plugin knows them; with any of them it hooks nothing."""
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return ["the package `sglang` cannot be found"]
-    return list(places.objections(places.parameters_in(Path(next(iter(spec.submodule_search_locations))))))
+    return list(seams.objections(seams.parameters_in(Path(next(iter(spec.submodule_search_locations))))))
 
 
 def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
@@ -68,7 +68,7 @@ def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str
     demand = LayerRegistry(registry, None)
     common = {"kv_layout": "index_fp8", "num_heads": DEEPSEEK_V32.index_heads, "graph": True}
     requests = (
-        Request(INDEXER_LOGITS, facts, **common, block_size=64),  # pyright: ignore[reportArgumentType]
+        Request(INDEXER_LOGITS, facts, **common, block_size=64, uniform_query_len=True, whole_tables=True),  # pyright: ignore[reportArgumentType]
         Request(INDEXER_LOGITS_RAGGED, facts, **common),  # pyright: ignore[reportArgumentType]
     )
     served = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in map(demand.decide, requests))

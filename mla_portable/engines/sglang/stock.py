@@ -11,7 +11,7 @@ from typing import Final
 
 from mla_portable.contracts import DeviceFacts
 from mla_portable.engines.common.scorer import DEEP_GEMM_ARCHS
-from mla_portable.engines.sglang.places import FA3, KV, SPARSE
+from mla_portable.engines.sglang.seams import FA3, KV, SPARSE
 
 _FLASHMLA_ARCHS: Final = ("sm90", "sm10")
 """FlashMLA: "only supported on SM90a and SM100f"."""

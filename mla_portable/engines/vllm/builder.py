@@ -13,8 +13,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument
-from mla_portable.engines.common.routing import pairs, served_by, serving
-from mla_portable.engines.common.serving import publish
+from mla_portable.engines.common.metrics import publish
+from mla_portable.engines.common.routing import pairs, route_pairs, served_by
 from mla_portable.engines.vllm import compat, model, prompts, scratch
 from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 from mla_portable.engines.vllm.settings import logger
@@ -60,7 +60,9 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         )
         with neutral_defaults():
             buffers, join = scratch.step_buffers(resolved, vllm_config, device), compat.query_joiner()
-            self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers, join_query=join)
+            self.attention = SparseMLAAttention(
+                resolved.spec, device=device, buffers=buffers, join_query=join, route_decision=resolved.decision
+            )
             # Lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far.
             config = replace(self.attention.planner_config(), block_size=None)
             if config.schedule_kind is not None and config.schedule_kind.assumes_topk:
@@ -86,7 +88,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             resolved.spec.num_heads,
             resolved.writer.who,
         )
-        bound = serving(self.attention.route_decision)
+        bound = route_pairs(self.attention.route_decision)
         if found is not None and self._prompts is not None:
             bound += pairs(found.decisions.values())
         publish(self.attention.facts.name, bound, logger)

@@ -36,8 +36,8 @@ from mla_portable.contracts import (
     StepLengths,
 )
 from mla_portable.engines.common.index_keys import facts_of_pages, kind_of_pages
+from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import bind_for, in_words, pairs
-from mla_portable.engines.common.serving import publish
 from mla_portable.engines.vllm import compat, settings
 from mla_portable.engines.vllm.context_parallel import gather_from_ranks
 from mla_portable.engines.vllm.model import BLOCK_SIZE
@@ -65,7 +65,7 @@ class Requests:
     Attributes:
         query_start_loc: [R + 1] int32, relative to `first`. seq_lens: [R] int32. block_table: [R, columns] int32.
         longest: no sequence is longer, by what the host knows.
-        schedules: of the step's decodes, for each server whose indexer_select takes one.
+        schedules: of the step's decodes, for each BoundIndexer whose indexer_select takes one.
     """
 
     first: int
@@ -74,7 +74,7 @@ class Requests:
     seq_lens: Tensor
     block_table: Tensor
     longest: int
-    schedules: dict[IndexerServer, DecodeSchedule] = field(default_factory=dict, init=False, repr=False)
+    schedules: dict[BoundIndexer, DecodeSchedule] = field(default_factory=dict, init=False, repr=False)
     _narrow: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def table(self, block_size: int, *, whole: bool) -> Tensor:
@@ -135,15 +135,15 @@ class IndexerSchedules:
     def __init__(self, max_num_rows: int, max_query_len: int) -> None:
         """max_num_rows: most tokens of a step, graph padding included. max_query_len: of a request that decodes."""
         self._max_num_rows, self._max_query_len = max_num_rows, max_query_len
-        self._planners: dict[IndexerServer, SchedulePlanner | LengthsPlanner] = {}
+        self._planners: dict[BoundIndexer, SchedulePlanner | LengthsPlanner] = {}
 
     def plan(self, step: IndexerStep, common: Any, num_decodes: int) -> None:
         """Plan the decodes of a step where their requests have equally many tokens. No synchronisation.
 
-        Layers call without one where their server was not bound yet, as in vLLM's profiling run, and while they are captured.
+        Layers call without one where their indexer was not bound yet, as in vLLM's profiling run, and while they are captured.
         """
-        servers = [server for server in _servers().values() if server.kind is not None]
-        if not servers or not num_decodes:
+        planned = [each for each in _indexers().values() if each.kind is not None]
+        if not planned or not num_decodes:
             return
         decodes = step.parts[0]
         starts = common.query_start_loc_cpu.numpy()[: num_decodes + 1]
@@ -153,21 +153,21 @@ class IndexerSchedules:
             return
         host = compat.host_lengths(common, starts[:-1])
         lengths = StepLengths(host, decodes.seq_lens)
-        for server in servers:
-            assert server.kind is not None
-            planner = self._planners.get(server)
+        for bound in planned:
+            assert bound.kind is not None
+            planner = self._planners.get(bound)
             if planner is None:
-                planner = self._planners[server] = server.kind.planner(self._limits(server, decodes.seq_lens.device))
-            decodes.schedules[server] = server.kind.schedule(planner, num_decodes, query_len, lengths)
+                planner = self._planners[bound] = bound.kind.planner(self._limits(bound, decodes.seq_lens.device))
+            decodes.schedules[bound] = bound.kind.schedule(planner, num_decodes, query_len, lengths)
 
-    def _limits(self, server: IndexerServer, device: torch.device) -> ScheduleLimits:
-        request = server.request
-        assert request is not None  # of a server with a kind
+    def _limits(self, bound: BoundIndexer, device: torch.device) -> ScheduleLimits:
+        request = bound.request
+        assert request is not None  # where there is a kind
         facts = request.device
         return ScheduleLimits(
             device=device,
             num_heads=request.num_heads or 1,
-            topk=server.topk,
+            topk=bound.topk,
             max_num_rows=self._max_num_rows,
             max_query_len=self._max_query_len,
             num_sms=facts.num_sms,
@@ -177,7 +177,7 @@ class IndexerSchedules:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class IndexerServer:
+class BoundIndexer:
     """The callables that serve layers of one kind. `graph`: indexer_select may be captured in a CUDA graph.
 
     `write` is None where vLLM's own operator writes. `share`: what the cache holds. `merge` is None where that is everything.
@@ -234,15 +234,15 @@ class IndexerServer:
         return 4 * num_tokens * self.topk + max(SELECT_SCRATCH_BYTES, self.merge.nbytes(num_tokens))
 
 
-def _servers() -> dict[tuple[object, ...], IndexerServer]:
+def _indexers() -> dict[tuple[object, ...], BoundIndexer]:
     """Those that were bound under the policy in force."""
     return get_registry().keep("vLLM's indexers", dict)
 
 
-def server_for(
+def indexer_for(
     kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, *, scale_format: str, share: ContextShare, reason: str
-) -> IndexerServer:
-    """The server of layers with this cache, `index_fp8`; before there is a cache, of one in whole rows of blocks of 64.
+) -> BoundIndexer:
+    """The indexer of layers with this cache, `index_fp8`; before there is a cache, of one in whole rows of blocks of 64.
 
     Args:
         scale_format: "ue8m0", or what else vLLM calls it. share: what the cache holds of each sequence.
@@ -251,31 +251,44 @@ def server_for(
     Raises: UnsupportedRequest, with every reason, when nothing serves the indexer here; InvalidArgument for another cache.
     """
     key = device, num_heads, topk, scale_format, share, kind_of_pages(kv_cache) if kv_cache.numel() else None
-    servers = _servers()
-    found = servers.get(key)
+    bound = _indexers()
+    found = bound.get(key)
     if found is None:
-        found = servers[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, reason)
+        found = bound[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, reason)
     return found
 
 
 def can_capture() -> bool:
     """All that was bound so far may be captured in CUDA graphs."""
-    return all(server.graph for server in _servers().values())
+    return all(each.graph for each in _indexers().values())
 
 
 def _bind(
     kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, scale_format: str, share: ContextShare, reason: str
-) -> IndexerServer:
+) -> BoundIndexer:
     facts: dict[str, Any] = {"kv_layout": INDEX_FP8.name, "block_size": BLOCK_SIZE}
     if kv_cache.numel():
         facts = facts_of_pages(kv_cache, "sparse_attn_indexer")
     here = get_registry().facts(device)
     shared = share.size > 1
+    # attention adds in the order of the list, which must be the same for the same bits; candidates of ranks ascend so that a
+    # merge keeps the lower positions of equal scores
+    same_bits = compat.wants_batch_invariance()
     requests: list[Request[Any]] = [
-        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=shared, **facts)
+        # vLLM's tables name a block for every token below a length; rows of padding have length 0
+        Request(
+            INDEXER_SELECT,
+            here,
+            num_heads=num_heads,
+            topk=topk,
+            context_parallel=shared,
+            ordered=shared or same_bits,
+            whole_tables=True,
+            **facts,
+        )
     ]
     if shared:
-        requests.append(Request(TOPK_SELECT, here, topk=topk))
+        requests.append(Request(TOPK_SELECT, here, topk=topk, ordered=same_bits))
     if not _vllm_writes(device):
         made = _OURS.get(scale_format, "amax")
         requests.append(Request(INDEXER_CACHE_WRITE, here, scale_format=made, **facts))
@@ -293,7 +306,7 @@ def _bind(
     chosen, block_size = bound[0], facts["block_size"]
     kind = None if shared else chosen.implementation.schedule_kind
     own = chosen.request.graph, topk, block_size, scale_format, share, capturing, chosen.request, kind
-    return IndexerServer(select, write, merge, *own)
+    return BoundIndexer(select, write, merge, *own)
 
 
 def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device, share: ContextShare) -> None:

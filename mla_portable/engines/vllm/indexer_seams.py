@@ -126,20 +126,20 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
         share = share_of(call.get("dcp_world_size", 1), call.get("dcp_rank", 0), call.get("cp_kv_cache_interleave_size", 1))
         kind: dict[str, Any] = {"scale_format": scale_format, "share": share, "reason": choice.reason}
         if not isinstance(all_metadata, dict):  # vLLM profiles memory, or a rank has nothing to do
-            server = indexer.server_for(kv_cache, q.shape[1], topk, q.device, **kind)
-            torch.empty(server.scratch_bytes(q.shape[0]), dtype=torch.uint8, device=q.device)
+            bound = indexer.indexer_for(kv_cache, q.shape[1], topk, q.device, **kind)
+            torch.empty(bound.scratch_bytes(q.shape[0]), dtype=torch.uint8, device=q.device)
             return buffer
         metadata = all_metadata[name_of(call["k_cache_prefix"])]
         step: indexer.IndexerStep | None = getattr(metadata, _STEP, None)
         if step is None:
             _log_unplanned(type(metadata).__name__)
             return stock(*args, **kwargs)
-        server = indexer.server_for(kv_cache, q.shape[1], topk, q.device, **kind)
+        bound = indexer.indexer_for(kv_cache, q.shape[1], topk, q.device, **kind)
         if not call["skip_k_cache_insert"]:
             slots = metadata.slot_mapping
-            server.write_keys(call["k"][: slots.shape[0]], kv_cache, slots)
+            bound.write_keys(call["k"][: slots.shape[0]], kv_cache, slots)
         reader = name_of(call.get("dense_mha_metadata_layer_name", ""))
-        if reader and not server.is_capturing() and _is_unread(context, all_metadata.get(reader)):
+        if reader and not bound.is_capturing() and _is_unread(context, all_metadata.get(reader)):
             return buffer
         if not call.get("skip_topk_buffer_clear", False):
             num_rows = call["hidden_states"].shape[0]
@@ -147,7 +147,7 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
                 buffer[step.num_tokens : num_rows].fill_(-1)
             if buffer.shape[1] > topk:
                 buffer[: step.num_tokens, topk:].fill_(-1)
-        server.choose(q, call["weights"], kv_cache, step, buffer[:, :topk])
+        bound.choose(q, call["weights"], kv_cache, step, buffer[:, :topk])
         return buffer
 
     # Outermost, as vLLM has it: piecewise graphs that are captured without torch.compile run this between their pieces.

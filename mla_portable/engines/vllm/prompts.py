@@ -26,7 +26,7 @@ import torch
 
 from mla_portable.attention import HeadDims, PromptAttention
 from mla_portable.contracts.values import INT32_MAX
-from mla_portable.engines.common import prompts as engine
+from mla_portable.engines.common import prompt_route
 from mla_portable.engines.vllm import compat
 from mla_portable.engines.vllm.model import Resolved
 from mla_portable.engines.vllm.settings import logger
@@ -71,7 +71,7 @@ def attention(resolved: Resolved, vllm_config: Any, dims: HeadDims | None) -> Pr
     """
     if dims is None or not compat.takes_prompts() or compat.forces_sparse_prefill(vllm_config):
         return None
-    return engine.prompt_attention(resolved.spec, dims, resolved.decision.device, compat.device(), logger)
+    return prompt_route.prompt_attention(resolved.spec, dims, resolved.decision.device, compat.device(), logger)
 
 
 class Prompts:
@@ -96,7 +96,7 @@ class Prompts:
         if not len(later):
             return None
         first = int(later[0])
-        plan = engine.plan_where_faster(
+        plan = prompt_route.plan_where_faster(
             self._attention,
             self._times,
             query_lens[first:],
@@ -104,7 +104,7 @@ class Prompts:
             block_table[first:],
             topk=self._topk,
             masks=self._masks,
-            least=engine.LEAST_SAVED + (BESIDE_DECODES if first else 0.0),
+            least=prompt_route.LEAST_SAVED + (BESIDE_DECODES if first else 0.0),
         )
         if plan is None:
             return None

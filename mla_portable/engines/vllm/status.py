@@ -18,7 +18,7 @@ from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, EngineStatus
 from mla_portable.engines.common.asked import indexer_requests, v4_layer_spec
-from mla_portable.engines.common.routing import decide_route, served_by, serving
+from mla_portable.engines.common.routing import decide_route, route_pairs, served_by
 from mla_portable.engines.common.scorer import deep_gemm_serves, own_indexer, scorer
 from mla_portable.engines.common.status import choices, obstacle, version_and_mode
 from mla_portable.engines.vllm import indexer_seams, settings
@@ -43,19 +43,20 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
     version, mode = found
     note = _obstacle(mode, environ)
     served = choices(partial(decide_route, device=device, registry=registry))
-    indexer = "" if note else _indexer(registry, device, environ)
+    indexer = "" if note else _indexer(registry, device, environ, version)
     models = () if note else _deepseek_v4(registry, device, settings.route(environ), mode)
     return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer, models)
 
 
-def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
+def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str], version: str) -> str:
     """As vLLM will decide on this device, except that it also tries to import DeepGEMM."""
     mode, facts = settings.indexer(environ), registry.facts(device)
     if mode == "off" or (mode == "auto" and facts.device_type == "cpu"):
         return f"vLLM's ({settings.ENV_INDEXER}={mode})"
     lacking = [words for name in indexer_seams.OPERATOR for words in _lacking(name, indexer_seams.SEAMS[name].needs)]
     if lacking:
-        return f"vLLM's: mla_portable's needs what this vLLM lacks, {', '.join(lacking)} (0.24 is the first that has it)"
+        since = f"(it is {version}; 0.24 is the first that has it)"
+        return f"vLLM's: mla_portable's needs what this vLLM lacks, {', '.join(lacking)} {since}"
     own = own_indexer(facts)
     if mode == "auto" and own and not deep_gemm_serves(facts):
         return f"vLLM's: {own}"
@@ -121,7 +122,7 @@ def _decode(decision: RouteDecision) -> str:
     """What serves decodes; whether prompts are read in place depends on more (docs/vllm.md)."""
     if decision.chosen is None:
         return served_by(decision)
-    return ", ".join(f"{name} {by}" for name, by in serving(decision) if name == str(SPARSE_DECODE))
+    return ", ".join(f"{name} {by}" for name, by in route_pairs(decision) if name == str(SPARSE_DECODE))
 
 
 def _capability(facts: DeviceFacts) -> tuple[int, int] | None:

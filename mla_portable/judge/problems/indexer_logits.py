@@ -12,13 +12,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation
-from mla_portable.judge.problems.base import Problems, one_variant
+from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
+from mla_portable.judge.problems.base import Problems
 from mla_portable.judge.problems.compare import Finding, close, limit_of
 from mla_portable.judge.problems.indexer_pages import (
     SCORES,
     PageParams,
     format_of,
+    needs_a_promise,
     page_of_request,
     page_params,
     scored,
@@ -40,9 +41,11 @@ def indexer_logits(
     block_table: Tensor,
     *,
     out: Tensor,
+    kv_layout: str | None = None,
 ) -> Tensor:
     """[T, N] float64; of `out` only the shape is looked at."""
-    return written(*scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, out.shape[1]))[0]
+    pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
+    return written(*scored(*pages, out.shape[1], kv_layout=kv_layout))[0]
 
 
 def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
@@ -70,7 +73,7 @@ class IndexerLogitsParams(PageParams):
     primitive = INDEXER_LOGITS
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! {batch}! tail{tail} starts_{starts} table_{table} {width} "
-        "in{inputs} out{outputs} {blocks} stale{stale} absent_{absent}"
+        "in{inputs} out{outputs} {blocks} stale{stale} absent_{absent} promised{promised}"
     )
     width: str = "exact"
 
@@ -80,7 +83,7 @@ class IndexerLogitsParams(PageParams):
         pages = self.pages(seed, stage)
         width = {"exact": pages.longest, "narrow": 3, "wide": pages.capacity + 5}[self.width]
         out = stage.write("out", (pages.args["q"].shape[0], width), torch.float32, strided=self.outputs == "views")
-        expected, terms = written(*scored(**pages.arguments, width=width, share=self.held))
+        expected, terms = written(*scored(**pages.arguments, width=width, share=self.held, kv_layout=self.kv))
         want = {"out": expected, "terms": terms, "weights": pages.arguments["weights"]}
         judge = partial(findings, format_of(pages.arguments["q"]), want=want)
         return Problem(stage, dict(pages.args), {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)
@@ -91,7 +94,15 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     widths = {"width": ["exact", "narrow", "wide"]}
     yield from page_params(IndexerLogitsParams, implementation, facts, level, widths, plain={}, few={})
     for kv, scale_format in () if level == "smoke" else storages(implementation):
-        yield IndexerLogitsParams(kv=kv, scale_format=scale_format, heads=64, block_size=64, batch="published")
+        promised = needs_a_promise(implementation.support)
+        yield IndexerLogitsParams(
+            kv=kv, scale_format=scale_format, heads=64, block_size=64, batch="published", promised=promised
+        )
+
+
+def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    needs = {"whole_tables": support.needs_whole_tables, "uniform_query_len": support.needs_uniform_query_len}
+    yield "ragged", request.but(**needs)
 
 
 PROBLEMS: Final = Problems(
@@ -102,6 +113,6 @@ PROBLEMS: Final = Problems(
     params=_params,
     of_request=lambda request, name: page_of_request(IndexerLogitsParams, request),
     sizes=("num_heads", "block_size"),
-    variants=one_variant("ragged"),
+    variants=_variants,
     rows=5,
 )

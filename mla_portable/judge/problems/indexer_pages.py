@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request
+from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request, Support
 from mla_portable.contracts.share import WHOLE
 from mla_portable.judge.problems.base import STRENGTH, Params
 from mla_portable.judge.problems.compare import Tolerance
 from mla_portable.judge.problems.draw import PAIR_BLOCK, generator, paged, shuffled, vast
-from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, e4m3_values
+from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, e4m3_values, plugin_layout, token_values
 from mla_portable.judge.problems.shapes import (
     MANY_ROWS,
     block_sizes,
@@ -29,7 +29,7 @@ from mla_portable.judge.problems.shapes import (
     storages,
 )
 from mla_portable.judge.problems.stage import Stage
-from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
+from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, CacheLayout, index_query_dtype
 
 P = TypeVar("P", bound="PageParams")
 Q = TypeVar("Q", bound=Params)
@@ -49,6 +49,8 @@ SHARES: Final = {
     "first_of_2_by_block": (2, 0),
 }
 """Size and rank of a ContextShare, in runs of one token or of a block; all but "none" ask for `context_parallel`."""
+_UNIFORM: Final = ("decode", "drafts", "none", "crowd", "published")
+"""Batches whose requests have the same number of tokens."""
 SCORES: Final = {
     ("bf16", "out"): Tolerance(
         1e-4, 1e-3, "float32 sums of exact products, over 128 channels and then over heads, whose terms may cancel", "row"
@@ -66,9 +68,11 @@ def query_values(q: Tensor) -> Tensor:
     return e4m3_values(q.view(torch.uint8)) if q.dtype == torch.float8_e4m3fn else q.double()
 
 
-def key_values(cache: Tensor, block: int) -> Tensor:
-    """The keys [block_size, 128] float64 of a block, on the CPU, products with scales not rounded."""
+def key_values(cache: Tensor, block: int, own: CacheLayout | None = None) -> Tensor:
+    """The keys [block_size, 128] float64 of a block, on the CPU, products with scales not rounded. own: of `plugin_layout`."""
     size = cache.shape[1]
+    if own is not None:
+        return token_values(cache[block : block + 1].cpu(), torch.arange(size, device="cpu"), own)[0]
     page = cache[block].flatten().cpu()  # a block is whole, though blocks may lie apart
     if cache.dtype == torch.bfloat16:
         return page.view(size, INDEX_HEAD_SIZE).double()
@@ -142,12 +146,12 @@ class PageParams(Params):
 
     Attributes:
         kv, scale_format, heads, block_size: layout of the index cache; H.
-        batch: "decode", one token a request; "prefill", several, on and next to the borders of blocks; "chunk", dozens;
-            "long", contexts of thousands; "overlong", more tokens than context, a length past the table and a negative one;
-            "edges", lengths at the edges of int32; "full", several tokens of contexts as long as what the table reaches, and
-            longer; "crowd", MANY_ROWS requests of a token, few of which have a context; "empty", requests without tokens or
-            context; "none", no tokens at all; "published", one request of 4 tokens and no context, as in InfiniCore's test
-            test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each row, `ragged_blocks` blocks.
+        batch: "decode", one token a request; "drafts", three; "prefill", several, on and next to the borders of blocks;
+            "chunk", dozens; "long", contexts of thousands; "overlong", more tokens than context, a length past the table and a
+            negative one; "edges", lengths at the edges of int32; "full", several tokens of contexts as long as what the table
+            reaches, and longer; "crowd", MANY_ROWS requests of a token, few of which have a context; "empty", requests without
+            tokens or context; "none", no tokens at all; "published", one request of 4 tokens and no context, as in InfiniCore's
+            test test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each row, `ragged_blocks` blocks.
         share: "none", or the rank whose share the cache holds: one of SHARES.
         tail: tokens of no request after the last one's.
         starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
@@ -157,6 +161,8 @@ class PageParams(Params):
         inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided"; of a single request: "pair",
             two that lie apart; "address", four on both sides of element 2**31 of a cache.
         stale: what no request owns holds keys, as it does in an engine, instead of NaN.
+        promised: the request says what holds: that the table is whole, where it is "plain"; that requests have the same number
+            of tokens.
         absent: "none"; "nan", every fifth key of a request has a number that is NaN; "nan_scale", a scale that is NaN.
 
     The cache is a part of a larger one: the blocks before and behind it hold keys, those of others.
@@ -177,6 +183,19 @@ class PageParams(Params):
     blocks: str = "packed"
     stale: bool = False
     absent: str = "none"
+    promised: bool = False
+
+    @classmethod
+    def asked(cls, device: DeviceFacts, values: Mapping[str, Any]) -> Request:
+        """As of every primitive; what leaves it open may promise, and have tables that allow it."""
+        promised, single = values.get("promised", True), values.get("blocks") in ("pair", "address")
+        uniform = (single or values.get("batch", "none") in _UNIFORM) and not values.get("tail", 0)
+        holds = {
+            "whole_tables": values.get("table", "plain") == "plain",
+            "uniform_query_len": uniform and values.get("starts", "zero") == "zero",
+        }
+        told = {name: bool(promised) and held for name, held in holds.items() if name in cls.primitive.stated}
+        return super(PageParams, cls).asked(device, values).but(**told)
 
     @property
     def held(self) -> ContextShare:
@@ -195,6 +214,7 @@ class PageParams(Params):
             return [(3, reach - 1)]
         kinds = {
             "decode": [(1, 1), (1, block), (1, block + 1), (1, FEW)],
+            "drafts": [(3, 3), (3, block + 1), (3, block + 5), (3, FEW)],
             "prefill": [(3, 3), (2, block + 1), (5, block + 5), (1, FEW)],
             "chunk": [(40, 130), (33, 33), (1, FEW), (7, 300)],
             "long": [(1, _LONG), (2, 2500), (1, 5)],
@@ -213,9 +233,13 @@ class PageParams(Params):
         """Write random keys, some of NaN as `absent` says, to rows `at` [n] of blocks [n] of a cache."""
         layout = LAYOUTS[self.kv]
         keys = torch.randn(len(block), INDEX_HEAD_SIZE, generator=g)
+        own = plugin_layout(self.kv)
+        if own is not None and absent != "none":  # what becomes of NaN is the layout's to say
+            keys[2::5] = math.nan
         rows, parts = layout.pack(keys, keys[:, :0], self.scale_format).to(cache.device), layout.parts(cache)
         stored = rows.split([part.shape[2] for part in parts], dim=1)
-        spoil(absent, stored[0], stored[1] if len(stored) > 1 else None)
+        if own is None:
+            spoil(absent, stored[0], stored[1] if len(stored) > 1 else None)
         for part, values in zip(parts, stored, strict=True):
             part[block.to(cache.device), at.to(cache.device)] = values
 
@@ -290,6 +314,11 @@ class PageParams(Params):
         return Pages(arguments, args, columns * block_size * share.size, longest)
 
 
+def needs_a_promise(support: Support) -> bool:
+    """The implementation runs only where something is promised, so that its cases promise it."""
+    return support.needs_whole_tables or support.needs_uniform_query_len
+
+
 def page_params(
     kind: type[P],
     implementation: Implementation,
@@ -306,17 +335,21 @@ def page_params(
         axes: beside those that both primitives have. plain, few: their values in the cases of one scene each; `few` in those
             where tokens see more than is asked for.
     """
+    promised = needs_a_promise(implementation.support)
+    uniform = implementation.support.needs_uniform_query_len
+    plain = {**plain, "promised": promised, **({"batch": "drafts"} if uniform else {})}
     axes = {
         "storage": storages(implementation),
         "heads": heads(implementation, facts, level),
         "block_size": block_sizes(implementation, facts, level),
-        "batch": ["prefill", "decode", "overlong", "empty", "none"],
+        "batch": ["drafts", "decode", "none"] if uniform else ["prefill", "decode", "overlong", "empty", "none"],
         "tail": [0, 2],
         "table": ["plain", "holes"],
         "inputs": ["packed", "views"],
         "outputs": ["packed", "views"],
         "blocks": ["packed", "strided"],
         "run": ["once", "repeat"],
+        **({"promised": [True]} if promised else {}),
     } | axes
     yield from kind.covering(implementation, facts, axes, strength=STRENGTH[level])
     if level == "smoke" or not all(axes.values()):
@@ -333,6 +366,8 @@ def page_params(
         yield replace(base, batch="long", tail=1)
         if (kv, scale_format) in one_storage_each(axes["storage"]):
             yield from (replace(fewest, stale=True), replace(fewest, table="near"))
+            if not promised:  # what needs no promise may take it
+                yield from (replace(fewer, batch=batch, promised=True) for batch in ("chunk", "drafts"))
             few_rows = (replace(each, batch="decode") for each in (fewest, fewer))
             yield from spoiled(implementation, facts, *few_rows, replace(fewer, batch="chunk"))
             if can_hold_many(facts, level):
@@ -343,12 +378,17 @@ def page_params(
             yield replace(fewer, blocks="address")
         if can_capture(implementation, facts):
             yield replace(base, run="graph", table="holes", tail=2)
+            if promised:
+                yield replace(base, run="graph")
 
 
 def page_of_request(kind: type[P], request: Request, **own: Any) -> P:
-    """What a probe takes: every block counts, two of them are missing."""
+    """What a probe takes: every block counts; two of them are missing, unless the request promises that none is."""
     storage, sizes = storage_asked(request, INDEX_BF16, "amax"), (request.num_heads or 1, request.block_size or 1)
-    return kind(**storage, heads=sizes[0], block_size=sizes[1], batch="ragged", tail=1, table="near", **own)
+    own |= {"table": "plain" if request.whole_tables else "near"}
+    own |= {"batch": "drafts"} if request.uniform_query_len else {"batch": "ragged", "tail": 1}
+    promised = request.whole_tables or request.uniform_query_len
+    return kind(**storage, heads=sizes[0], block_size=sizes[1], promised=promised, **own)
 
 
 def scored(
@@ -360,12 +400,14 @@ def scored(
     block_table: Tensor,
     width: int,
     share: ContextShare = WHOLE,
+    kv_layout: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[T, width] float64 on the CPU: the meaning of indexer_logits, token by token and block by block, and what sums add.
 
     Columns are positions of whole sequences; those of other ranks than that of `share` are -inf. NaN stays NaN: see `written`.
+    kv_layout: of the cache; None for any of the core's.
     """
-    queries, factors = query_values(q), weights.detach().cpu().double()
+    layout, queries, factors = plugin_layout(kv_layout), query_values(q), weights.detach().cpu().double()
     cache, table = index_cache.detach(), block_table.cpu()
     num_blocks, block_size, _ = cache.shape
     logits = torch.full((q.shape[0], width), -math.inf, dtype=torch.float64, device="cpu")
@@ -383,7 +425,7 @@ def scored(
             block = int(table[request, column])
             if not 0 <= block < num_blocks:
                 continue
-            keys = key_values(cache, block)
+            keys = key_values(cache, block, layout)
             for token in tokens:
                 own = last - (starts[request + 1] - 1 - token)
                 end = int((position < min(own + 1, width)).sum())

@@ -20,6 +20,7 @@ from mla_portable.judge.problems.indexer_pages import (
     SCORES,
     PageParams,
     format_of,
+    needs_a_promise,
     page_of_request,
     page_params,
     scored,
@@ -27,6 +28,7 @@ from mla_portable.judge.problems.indexer_pages import (
 )
 from mla_portable.judge.problems.shapes import accepted, block_sizes, heads, one_storage_each, storages, topks
 from mla_portable.judge.problems.stage import Guarded, Problem, Results, Stage
+from mla_portable.judge.problems.topk_select import in_order, order_of, orders
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
 from mla_portable.primitives import INDEXER_SELECT
 
@@ -58,23 +60,27 @@ def indexer_select(
     interleave: int = 1,
     out: Tensor | None = None,
     scores_out: Tensor | None = None,
+    kv_layout: str | None = None,
 ) -> Tensor:
     """[T, N] float64: the scores that positions are chosen by, -inf where none may be and NaN where the score is.
 
     N is what the table reaches.
     """
     share, width = ContextShare(dcp_size, dcp_rank, interleave), block_table.shape[1] * index_cache.shape[1] * dcp_size
-    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, width, share)[0]
+    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, width, share, kv_layout)[0]
 
 
-def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
+def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, ordered: bool = True) -> Iterator[Finding]:
     """out [T, K] against the scores [T, N] in `want`, of sums of the "terms" there.
 
-    order: a row lists as many positions as it must, ascending, then -1; each may be chosen (of NaN: `_open_scores`). score: how
-    far the lowest chosen score lies below the highest that was left out, of the row's largest magnitude; of its largest terms
-    for FP8. listed: where `got` has "scores_out" [T, K], how far each is from that of its position, likewise; -inf where there
-    is no position.
+    order: a row lists as many positions as it must, ascending where `ordered`, each once, then -1; each may be chosen (of NaN:
+    `_open_scores`). score: how far the lowest chosen score lies below the highest that was left out, of the row's largest
+    magnitude; of its largest terms for FP8. listed: where `got` has "scores_out" [T, K], how far each is from that of its
+    position, likewise; -inf where there is no position.
     """
+    if not ordered:
+        names = [name for name in ("out", "scores_out") if name in got]
+        got = dict(zip(names, in_order(*(got[name].cpu() for name in names)), strict=True))
     out = got["out"].cpu().long()
     scores = _open_scores(out, want["out"], scored="scores_out" in got)
     topk, open_ = out.shape[1], scores > -math.inf
@@ -142,16 +148,17 @@ class IndexerSelectParams(PageParams):
     """One indexer_select call.
 
     Attributes:
-        topk: K.
+        topk: K. order: of the positions, "ascending"; "none", any.
     """
 
     primitive = INDEXER_SELECT
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! k{topk}! {batch}! share_{share} tail{tail} starts_{starts} "
-        "table_{table} in{inputs} out_{outputs} {blocks} stale{stale} absent_{absent}"
+        "table_{table} in{inputs} out_{outputs} {blocks} stale{stale} absent_{absent} promised{promised} order_{order}"
     )
-    asks = f"{PageParams.asks} topk context_parallel=share"
+    asks = f"{PageParams.asks} topk context_parallel=share ordered=order"
     topk: int
+    order: str = "ascending"
 
     @property
     def ragged_blocks(self) -> int:
@@ -167,8 +174,9 @@ class IndexerSelectParams(PageParams):
         if self.outputs != "fresh":
             keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
         share = self.held
-        expected, terms = scored(**pages.arguments, width=pages.capacity, share=share)
-        judge = partial(findings, format_of(pages.arguments["q"]), want={"out": expected, "terms": terms})
+        expected, terms = scored(**pages.arguments, width=pages.capacity, share=share, kv_layout=self.kv)
+        want = {"out": expected, "terms": terms}
+        judge = partial(findings, format_of(pages.arguments["q"]), want=want, ordered=self.order != "none")
         if self.share != "none":
             listed = stage.write("scores_out", shape, torch.float32, strided=self.outputs == "views")
             keywords |= {"scores_out": listed, **share.arguments}
@@ -185,18 +193,25 @@ def _with_scores(judge: Callable[[Results], Iterator[Finding]], written: Guarded
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[IndexerSelectParams]:
     """What a level asks of an implementation of indexer_select."""
-    widths = [1, *topks(implementation, facts, level)][: None if level != "smoke" else 2]
+    widths = accepted(implementation, facts, "topk", [1, *topks(implementation, facts, level)])
+    widths = widths[: None if level != "smoke" else 2]
     if facts.device_type == "cpu":
-        widths = [topk for topk in widths if topk <= 128]
+        widths = [topk for topk in widths if topk <= 128] or widths[:1]
     shared = True in accepted(implementation, facts, "context_parallel", [True])
     shares = list(_SHARES) if shared else ["none"]
     axes: dict[str, list[Any]] = {"share": shares, "topk": widths, "outputs": ["fresh", "packed", "views"]}
-    plain, few = {"topk": widths[-1]}, {"topk": widths[:2][-1]}
-    yield from page_params(IndexerSelectParams, implementation, facts, level, axes, plain=plain, few=few)
+    axes |= orders(implementation.support)
+    order = axes.get("order", ["ascending"])[0]
+    plain, few = {"topk": widths[-1], "order": order}, {"topk": widths[:2][-1]}
+    found = list(page_params(IndexerSelectParams, implementation, facts, level, axes, plain=plain, few=few))
+    yield from found
+    if level != "smoke" and order != "none":  # what gives an order may be asked for none
+        yield from (replace(each, order="none") for each in found if each.batch == "chunk" and each.absent == "none")
     if shared and level != "smoke":
         tokens, each = block_sizes(implementation, facts, level)[-1], heads(implementation, facts, level)
         fewest, many = each[0], each[-1]
-        sizes: dict[str, Any] = {"heads": many, "block_size": tokens, **few}
+        promised = needs_a_promise(implementation.support)
+        sizes: dict[str, Any] = {"heads": many, "block_size": tokens, "promised": promised, "order": order, **few}
         for kv, scale_format in storages(implementation):
             for batch, share in (("long", "middle_of_3"), ("chunk", "last_of_2_by_block")):
                 yield IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes, batch=batch, share=share)
@@ -204,16 +219,20 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
             base = replace(IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes), heads=fewest)
             yield from (replace(base, share=share, stale=True) for share in ("first_of_3", "first_of_2_by_block"))
             yield replace(base, share="first_of_3", batch="full")
+            if order != "none":
+                yield replace(base, share="first_of_3", batch="chunk", order="none")
             yield from spoiled(implementation, facts, replace(base, heads=many, share="first_of_2", batch="chunk"))
 
 
 def _of_request(request: Request) -> IndexerSelectParams:
     shared = request.context_parallel
     share = "first_of_3" if shared else "none"  # a first rank owns less of a round than the round has
-    return page_of_request(IndexerSelectParams, request, topk=request.topk or 64, share=share, stale=shared)
+    own: dict[str, Any] = {"topk": request.topk or 64, "share": share, "stale": shared, "order": order_of(request)}
+    return page_of_request(IndexerSelectParams, request, **own)
 
 
 def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    request = request.but(whole_tables=support.needs_whole_tables, ordered=support.ordered)
     yield "ragged", request
     if support.context_parallel:
         yield "share", request.but(context_parallel=True)
@@ -256,16 +275,17 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         owner = judged if requests > 1 else torch.zeros_like(judged)
         own = torch.full_like(judged, context) if requests > 1 else context - (tokens - 1 - judged)
         starts = torch.arange(count + 1, dtype=int32)
-        return scored(q[judged], weights[judged].float(), index_cache, starts, own, table[owner], columns * BLOCK_SIZE)
+        pages = q[judged], weights[judged].float(), index_cache, starts, own, table[owner]
+        return scored(*pages, columns * BLOCK_SIZE, kv_layout=layout.name)
 
     def judge(results: Results) -> Iterator[Finding]:
         expected = dict[str, Tensor](zip(("out", "terms"), wanted(), strict=True))
-        yield from findings(format_of(q), {"out": results["out"][judged]}, expected)
+        yield from findings(format_of(q), {"out": results["out"][judged]}, expected, ordered=False)
 
     seen = tokens * context - (tokens * (tokens - 1) // 2 if requests == 1 else 0)
     flops = 2 * heads * INDEX_HEAD_SIZE * seen
     moved = requests * context * layout.row_bytes + q.nbytes + out.nbytes
-    request = workshop.request(case, block_size=BLOCK_SIZE)
+    request = workshop.request(case, block_size=BLOCK_SIZE, whole_tables=True, ordered=False)  # as engines ask
     # matrix units multiply e4m3 twice as fast as the bfloat16 that the roofline bound is measured with
     flops = flops // 2 if layout.is_quantized else flops
     return BenchProblem(case, request, arguments, 6, {"out": out}, moved, flops, judge)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from mla_portable.contracts import DeviceFacts, Implementation, Promises, Request
+from mla_portable.contracts import DeviceFacts, Implementation, Promises, Request, Support
 from mla_portable.judge.problems.cover import Choice
 from mla_portable.layouts import BF16, LAYOUTS, CacheLayout
 
@@ -46,12 +46,15 @@ def accepted(implementation: Implementation, facts: DeviceFacts, field: str, can
 
 def storages(implementation: Implementation) -> list[Storage]:
     """The caches that the implementation claims to read or write."""
-    support = implementation.support
-    return [
-        (name, scale_format)
-        for name in implementation.layouts
-        for scale_format in (LAYOUTS[name].scale_formats_of(support.scale_formats) if LAYOUTS[name].is_quantized else (None,))
-    ]
+    layouts = [LAYOUTS[name] for name in implementation.layouts]
+    return [(each.name, scale_format) for each in layouts for scale_format in scales_of(implementation.support, each)]
+
+
+def scales_of(support: Support, layout: CacheLayout) -> tuple[str | None, ...]:
+    """The scale formats of a layout that an implementation claims; (None,) where it has none."""
+    if not layout.is_quantized:
+        return (None,)
+    return layout.scale_formats if support.kv_layouts is None else layout.scale_formats_of(support.scale_formats)
 
 
 def one_storage_each(storages: Iterable[Storage]) -> list[Storage]:
@@ -83,14 +86,16 @@ def narrow_topks(implementation: Implementation, facts: DeviceFacts) -> list[int
 def _topks(implementation: Implementation, facts: DeviceFacts) -> list[int]:
     support = implementation.support
     limit = [support.max_topk] if support.max_topk is not None and support.max_topk <= 4096 else []
-    return sorted(accepted(implementation, facts, "topk", (*TOPKS, support.topk_multiple, *limit)))
+    listed = [topk for topk in support.topks if topk <= 4096] or support.topks[:1]
+    return sorted(accepted(implementation, facts, "topk", (*TOPKS, support.topk_multiple, *limit, *listed)))
 
 
 def block_sizes(implementation: Implementation, facts: DeviceFacts, level: str) -> list[int]:
     """Block sizes: the usual ones, those that are named, odd multiples of the granule."""
     support = implementation.support
-    granule = support.block_size_multiple
+    granule, most = support.block_size_multiple, support.max_block_size
     named = [*(support.block_sizes or ()), *((granule, 3 * granule) if granule > 1 else ())]
+    named += [most // granule * granule] if most is not None and granule <= most <= 256 else []
     found = sorted(accepted(implementation, facts, "block_size", (*BLOCK_SIZES, *named)))
     return _few(found, near=64) if level == "smoke" else found
 

@@ -12,13 +12,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.judge.problems.base import STRENGTH, Params, Problems, one_variant
+from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
+from mla_portable.judge.problems.base import STRENGTH, Params, Problems
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, same_bits
 from mla_portable.judge.problems.draw import generator
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
-from mla_portable.judge.problems.shapes import MANY_ROWS, can_capture, can_hold_many, topks
+from mla_portable.judge.problems.shapes import MANY_ROWS, accepted, can_capture, can_hold_many, topks
 from mla_portable.judge.problems.stage import Problem, Results, Stage
 from mla_portable.primitives import TOPK_SELECT
 
@@ -48,9 +48,16 @@ def topk_select(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: i
     return out
 
 
-def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
-    """Positions, exactly."""
-    yield same_bits("out", got["out"], want["out"])
+def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, ordered: bool = True) -> Iterator[Finding]:
+    """Positions, exactly; unless `ordered`, those in front of the first negative one in any order."""
+    yield same_bits("out", got["out"] if ordered else in_order(got["out"])[0], want["out"])
+
+
+def in_order(out: Tensor, *beside: Tensor) -> tuple[Tensor, ...]:
+    """`out` [T, K] with the positions in front of a row's first negative one sorted, and others [T, K] moved along."""
+    leading = (out >= 0).cumprod(dim=1).bool()
+    order = torch.where(leading, out.long(), INT32_MAX + 1).argsort(dim=1, stable=True)
+    return tuple(each.gather(1, order) for each in (out, *beside))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,22 +67,25 @@ class TopkSelectParams(Params):
     Attributes:
         topk: K. length: N.
         scores: "plain"; "ties", few different ones; "equal", all of them; "ascending", the largest last; "holes", -inf, NaN,
-            +inf and zeros of both signs among them; "absent", nothing but -inf; "zeros", of both signs, and few others;
-            "parted", the largest, all equal, lie at both ends of a LONG row, at its front fewer than K or more.
+            +inf and zeros of both signs among them; "tied holes", the same among few different ones; "absent", nothing but
+            -inf; "zeros", of both signs, and few others; "parted", the largest, all equal, lie at both ends of a LONG row, at
+            its front fewer than K or more.
         ranges: "whole"; "mixed": ends before K, at K and past N, negative starts, a start past the end, one column; "edges":
             EDGES in turn.
         rows: T.
+        order: of the positions, "ascending"; "none", any.
         inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
     """
 
     primitive = TOPK_SELECT
-    says = "k{topk}! n{length}! {scores} ranges_{ranges} t{rows} in{inputs} out_{outputs}"
-    asks = "topk"
+    says = "k{topk}! n{length}! {scores} ranges_{ranges} t{rows} order_{order} in{inputs} out_{outputs}"
+    asks = "topk ordered=order"
     topk: int
     length: int
     scores: str = "plain"
     ranges: str = "whole"
     rows: int = ROWS
+    order: str = "ascending"
     inputs: str = "packed"
     outputs: str = "fresh"
 
@@ -83,15 +93,12 @@ class TopkSelectParams(Params):
         """See Params."""
         g, stage, apart = generator(seed), Stage(device), self.inputs == "views"
         logits = torch.randn(self.rows, self.length, generator=g)
-        if self.scores == "ties":
+        if self.scores in ("ties", "tied holes"):
             logits = (2 * logits).round() / 2
         elif self.scores == "equal":
             logits.fill_(-3.5)
         elif self.scores == "ascending":
             logits = logits.sort(dim=1).values
-        elif self.scores == "holes":
-            for i, value in enumerate((-math.inf, math.nan, math.inf, 0.0, -0.0)):
-                logits[:, i::9] = value
         elif self.scores == "absent":
             logits.fill_(-math.inf)
         elif self.scores == "zeros":
@@ -102,6 +109,9 @@ class TopkSelectParams(Params):
             logits.clamp_(max=1)
             for row in range(self.rows):
                 logits[row, : _FEW_TIES if row % 2 else _MANY_TIES] = logits[row, -_TIES_BEHIND:] = 2
+        if self.scores in ("holes", "tied holes"):
+            for i, value in enumerate((-math.inf, math.nan, math.inf, 0.0, -0.0)):
+                logits[:, i::9] = value
         starts, ends = torch.zeros(self.rows, dtype=torch.int32), torch.full((self.rows,), self.length, dtype=torch.int32)
         if self.ranges == "mixed":
             starts = torch.tensor([0, 3, -7, 5, self.length + 9, 1], dtype=torch.int32)
@@ -119,7 +129,7 @@ class TopkSelectParams(Params):
             keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
         want = topk_select(logits, starts, ends, topk=self.topk)
 
-        judge = partial(findings, "any", want={"out": want})
+        judge = partial(findings, "any", want={"out": want}, ordered=self.order != "none")
         return Problem(stage, args, keywords, {"out": (shape, torch.int32)}, judge, frozenset({"out"}))
 
 
@@ -127,24 +137,30 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     """What a level asks of an implementation of topk_select."""
     widths = topks(implementation, facts, level)
     axes: dict[str, list[Any]] = {
-        "topk": [1, *widths][: None if level != "smoke" else 2],
+        "topk": accepted(implementation, facts, "topk", [1, *widths])[: None if level != "smoke" else 2],
         "length": [300, 1, 3000],
         "scores": ["plain", "ties", "equal", "ascending", "holes", "absent"],
         "ranges": ["whole", "mixed"],
         "inputs": ["packed", "views"],
         "outputs": ["fresh", "packed", "views"],
-        "run": ["once", "repeat"],
+        **orders(implementation.support),
     }
     if facts.device_type == "cpu":
-        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128]
+        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128] or axes["topk"][:1]
     yield from TopkSelectParams.covering(implementation, facts, axes, strength=STRENGTH[level])
     if level == "smoke":
         return
-    base = TopkSelectParams(topk=axes["topk"][-1], length=LONG, ranges="mixed")
+    order = axes.get("order", ["ascending"])[0]
+    base = TopkSelectParams(topk=axes["topk"][-1], length=LONG, ranges="mixed", order=order)
     yield from (replace(base, scores=scores) for scores in axes["scores"])
     yield replace(base, scores="parted")
-    yield TopkSelectParams(topk=widths[0], length=300, scores="zeros")
-    few = TopkSelectParams(topk=widths[0], length=300, ranges="edges")
+    yield TopkSelectParams(topk=widths[0], length=300, scores="zeros", order=order)
+    few = TopkSelectParams(topk=widths[0], length=300, ranges="edges", order=order)
+    if order != "none":
+        short = replace(few, ranges="mixed")
+        yield from (
+            replace(each, scores=scores, order="none") for each in (base, short) for scores in ("plain", "ties", "holes")
+        )
     yield from (replace(few, length=length) for length in (300, 5000, LONG))
     if facts.device_type != "cpu":
         yield replace(few, length=LONG, rows=BUSY_ROWS)
@@ -154,8 +170,25 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         yield replace(base, run="graph", outputs="packed")
 
 
+def orders(support: Support) -> dict[str, list[Any]]:
+    """Axes of `run`, and of `order` where the implementation gives none: two of its calls need not agree in it."""
+    return {"run": ["once", "repeat"]} if support.ordered else {"run": ["once"], "order": ["none"]}
+
+
+def order_of(request: Request) -> str:
+    """The parameter of a request."""
+    return "ascending" if request.ordered else "none"
+
+
 def _of_request(request: Request, name: str) -> TopkSelectParams:
-    return TopkSelectParams(topk=request.topk or 64, length=300, scores="holes", ranges="mixed", outputs="packed")
+    topk = request.topk or 64
+    length = max(300, 2 * topk)  # so that there is something to leave out
+    order = order_of(request)
+    return TopkSelectParams(topk=topk, length=length, scores="tied holes", ranges="mixed", order=order, outputs="packed")
+
+
+def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    yield "holes", request.but(ordered=support.ordered)
 
 
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
@@ -173,9 +206,10 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         return topk_select(logits[judged].cpu(), starts[judged], ends[judged], topk=topk)
 
     def judge(results: Results) -> Iterator[Finding]:
-        yield from findings("any", {"out": results["out"][judged].cpu()}, {"out": wanted()})
+        yield from findings("any", {"out": results["out"][judged].cpu()}, {"out": wanted()}, ordered=False)
 
-    return BenchProblem(case, workshop.request(case), arguments, 3, {"out": out}, logits.nbytes + out.nbytes, 0, judge)
+    request = workshop.request(case, ordered=False)  # as engines ask
+    return BenchProblem(case, request, arguments, 3, {"out": out}, logits.nbytes + out.nbytes, 0, judge)
 
 
 PROBLEMS: Final = Problems(
@@ -186,7 +220,7 @@ PROBLEMS: Final = Problems(
     params=_params,
     of_request=_of_request,
     sizes=("topk",),
-    variants=one_variant("holes"),
+    variants=_variants,
     rows=ROWS,
     bench=Bench(
         rows=(1, 16, 64),

@@ -28,8 +28,8 @@ from mla_portable.contracts import (
     hookimpl,
 )
 from mla_portable.layouts import INDEX_BF16
-from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, INDEXER_LOGITS, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_iluvatar import attention, cache, convert, indexer
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, INDEXER_LOGITS, SPARSE_DECODE, SPARSE_PREFILL, TOPK_SELECT
+from mla_portable_iluvatar import attention, cache, convert, indexer, topk
 from mla_portable_iluvatar.detection import OVERRIDE, is_override
 from mla_portable_iluvatar.detector import detect
 from mla_portable_iluvatar.resolve import Op, Place, twins_called
@@ -40,6 +40,7 @@ _INFINICORE: Final = "InfiniCore 2cec6ce6, iluvatar_vendor_adaptor: types of the
 _FORK: Final = "Iluvatar's changes to vLLM 0.17, flashmla_sparse: call site"
 _PYTHON_LAYER: Final = "signatures of ixformer's Python layer, CoreX 4.2 and 4.3"
 _INDEXER_CALL: Final = "vllm-iluvatar 0.1.0, ilu_sparse_attn_indexer: call site"
+_VENDOR_TEST: Final = "InfiniCore's test of the vendor's ops: names and call"
 _TWIN: Final = "the op falls back in silence: try other shapes or block sizes with CoreX's support, or another version"
 
 
@@ -152,6 +153,8 @@ _DSA_CONVERT: Final = Place(
     parameters=("req_id_per_token", "block_table", "topk_indices", "block_size"),
 )
 _CONCAT: Final = Place(_FUNCTIONS, "vllm_concat_and_cache_mla", parameters=("kv_c", "k_pe", "kv_cache", "slot_mapping"))
+_CONCAT_PACKAGE: Final = Place("vllm_iluvatar.custom_kernels.concat_and_cache_mla", "concat_and_cache_mla", before=("vllm",))
+_DSA_TOPK: Final = Place(_FUNCTIONS, "dsa_update_topk_indices")
 _DSA_LOGITS: Final = Place(
     _FUNCTIONS,
     "dsa_indexer_mqa_logits_with_blocks",
@@ -171,8 +174,16 @@ PROVIDERS: Final[tuple[Provider, ...]] = (
         "concat_mla", CACHE_WRITE, _CONCAT, 10, _PYTHON_LAYER,
         cache.bind_cache_write, cache.cache_write_trial, {"kv_layouts": ("bf16",)},
     ),
+    Provider(
+        "concat_and_cache_mla", CACHE_WRITE, _CONCAT_PACKAGE, 11, _VENDOR_TEST,
+        cache.bind_cache_write, cache.cache_write_trial, {"kv_layouts": ("bf16",)},
+    ),
     _indexer("block_sparse_logits", _BLOCK_LOGITS, indexer.block_sparse, 10, _INFINICORE),
     _indexer("dsa_indexer_logits", _DSA_LOGITS, indexer.dsa_indexer, 11, _INDEXER_CALL),
+    Provider(
+        "dsa_update_topk", TOPK_SELECT, _DSA_TOPK, 10, _INDEXER_CALL,
+        topk.bind_topk_select, topk.topk_trial, {"needs_bf16": False, "max_topk": topk.MAX_TOPK},
+    ),
 )  # fmt: skip
 
 

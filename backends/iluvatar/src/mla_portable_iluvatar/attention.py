@@ -124,7 +124,7 @@ def bind_sparse_prefill(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse_out = attention_results(q, kv, out, lse_out)
+        out, lse_out = attention_results(q, kv, out, lse_out, kv_layout="bf16")
         if q.shape[0]:
             sparse.attend(q, kv, indices, lengths, softmax_scale, out, lse_out)
         return out, lse_out
@@ -147,7 +147,7 @@ def bind_sparse_decode(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]]
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse_out = attention_results(q, kv_cache, out, lse_out)
+        out, lse_out = attention_results(q, kv_cache, out, lse_out, kv_layout="bf16")
         if q.shape[0] == 0:
             return out, lse_out
         rows = None if lengths is None else lengths.flatten()

@@ -9,15 +9,14 @@ from __future__ import annotations
 from importlib import resources
 
 from mla_portable.contracts import Baseline, Registrar, Variable, hookimpl
-from mla_portable_nvidia.deepgemm.indexer_logits import deepgemm_implementations
-from mla_portable_nvidia.deepgemm.indexer_select import select_implementations
+from mla_portable_nvidia.deepgemm.implementations import deepgemm_implementations, select_implementations
 from mla_portable_nvidia.fa3.masked_prefill import prompt_implementations
 from mla_portable_nvidia.fa3.sparse_attention import fa3_implementations
 from mla_portable_nvidia.flashmla.attention import attention_implementations
 from mla_portable_nvidia.flashmla.discovery import LIBRARY_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flashmla.flat_decode import flat_implementations
 from mla_portable_nvidia.flashmla.support import TRUNCATION_VARIABLE
-from mla_portable_nvidia.libraries import PROVIDER_VARIABLE
+from mla_portable_nvidia.machine import PROVIDER_VARIABLE
 from mla_portable_nvidia.native.attention_sm80 import sm80_implementations
 from mla_portable_nvidia.native.attention_sm90 import native_implementations
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations

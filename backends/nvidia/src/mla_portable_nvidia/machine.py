@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every room asks this machine: which device some facts describe, and whether Triton is installed."""
+"""What every room asks: which device of this machine some facts describe, and which package the user names."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from typing import Final
 
 import torch
 
-from mla_portable.contracts import DeviceFacts, Reason
+from mla_portable.contracts import DeviceFacts
+
+PROVIDER_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_PROVIDER"
+"""Names the only package to ask for a kernel."""
 
 
 def device_with(facts: DeviceFacts) -> torch.device | None:
@@ -22,10 +25,3 @@ def device_with(facts: DeviceFacts) -> torch.device | None:
         if f"sm{major}{minor}" == facts.arch:
             return torch.device("cuda", index)
     return None
-
-
-def triton_missing() -> tuple[Reason, ...]:
-    """A reason where Triton is not installed: the passes around a vendor's kernel are written in it."""
-    if find_spec("triton") is None:
-        return (Reason("triton", "is not installed", "the passes around the kernel are written in it", "pip install triton"),)
-    return ()

@@ -22,9 +22,9 @@ from mla_portable_triton.attention_tuning import bound_config
 from mla_portable_triton.support import interpreter_is_on
 
 
-def _bf16_native(request: Request) -> bool:
-    """Kernels on the CPU run in Triton's interpreter, which has no bfloat16 arithmetic."""
-    return request.device.device_type != "cpu"
+def _bf16_native() -> bool:
+    """Triton's interpreter has no bfloat16 arithmetic."""
+    return not interpreter_is_on()
 
 
 def _fp8(request: Request) -> dict[str, bool]:
@@ -43,7 +43,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
     config = bound_config(request)
     program = program_shape(config, request.kv_layout, device)
     num_sms = 0 if request.batch_invariant else device.num_sms  # 0: rows stay whole, however few they are
-    fp8, bf16_native = _fp8(request), _bf16_native(request)
+    fp8, bf16_native = _fp8(request), _bf16_native()
 
     def sparse_decode(
         q: Tensor,
@@ -61,7 +61,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch, query_len, num_heads, _ = q.shape
-        out, lse_out = attention_results(q, kv_cache, out, lse_out)
+        out, lse_out = attention_results(q, kv_cache, out, lse_out, kv_layout=request.kv_layout)
         if schedule is None:
             num_rows, topk = batch * query_len, indices.shape[2]
             num_splits = split_kv(
@@ -117,7 +117,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
     from mla_portable_triton.kernels import sparse_attention as attention
 
     config = bound_config(request)
-    fp8, bf16_native = _fp8(request), _bf16_native(request)
+    fp8, bf16_native = _fp8(request), _bf16_native()
 
     def sparse_prefill(
         q: Tensor,
@@ -133,7 +133,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse_out = attention_results(q, kv, out, lse_out)
+        out, lse_out = attention_results(q, kv, out, lse_out, kv_layout=request.kv_layout)
         attention.launch(
             out.unsqueeze(1),
             lse_out.unsqueeze(1),
@@ -160,7 +160,7 @@ def bind_merge_states(request: Request) -> MergeStates:
     """merge_states for any shapes; `request` is used for its device only."""
     from mla_portable_triton.kernels import merge_states as merge
 
-    bf16_native = _bf16_native(request)
+    bf16_native = _bf16_native()
 
     def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = outs.contiguous(), lses.contiguous()

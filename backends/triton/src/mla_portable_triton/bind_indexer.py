@@ -122,7 +122,8 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     from mla_portable_triton.kernels import chosen_scores, indexer_logits, topk_select
 
     numbers = _numbers(request)
-    choose = bind_part(Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph), bind_topk_select)
+    part = Request(TOPK_SELECT, request.device, topk=request.topk, ordered=request.ordered, graph=request.graph)
+    choose = bind_part(part, bind_topk_select)
     beside = partial(topk_select.scratch_bytes, 1) if choose.__module__ == __name__ else _no_scratch
 
     def score(

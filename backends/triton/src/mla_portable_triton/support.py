@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Triton kernels can run, as data, and whether Triton can run here at all.
 
-Triton's interpreter runs any kernel on a CPU, slowly and with the same results: it is how the kernels are tested where
-there is no GPU. So the declarations name both device types, and `check` says whether the interpreter is on.
+The kernels are declared for every device type: Triton has a driver for each type that its vendor wrote one for. `check` asks
+Triton whether the installed one drives the device's type. Triton's interpreter runs any kernel on a CPU, slowly and with the
+same results: it is how the kernels are tested where there is no GPU. There `check` says whether the interpreter is on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
+from mla_portable.accelerator import is_device_error
 from mla_portable.contracts import DeviceFacts, Primitive, Reason, Support
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, INDEX_BF16, INDEX_FP8
 from mla_portable.primitives import (
@@ -36,6 +38,8 @@ from mla_portable.primitives import (
 from mla_portable_triton.index_forms import FP8_WORDS, form_of_request
 
 NAME: Final = "triton.portable"
+_OWN: Final = "cuda"
+"""The device type that Triton itself has drivers for: NVIDIA's and AMD's. Others come with vendors' Tritons."""
 _LEAST_TRITON: Final = (2, 1)
 """A vendor still ships it, and the kernels keep to its language; what a probe computes decides for every version."""
 _LEAST_INTERPRETER: Final = (3, 5)
@@ -49,7 +53,7 @@ _INDEX: Final = (INDEX_BF16.name, INDEX_FP8.name)
 
 
 def _support(kernel: str, **limits: Any) -> Support:
-    declared = {"device_types": ("cuda", "cpu"), "kv_layouts": _LAYOUTS, **limits}
+    declared = {"device_types": None, "kv_layouts": _LAYOUTS, **limits}
     return Support(source=f"mla_portable_triton.kernels.{kernel}", **declared)
 
 
@@ -120,6 +124,31 @@ def check(device: DeviceFacts, least: tuple[int, int] = _LEAST_TRITON) -> Iterat
         limit = "triton runs on a CPU only in its interpreter"
         remedy = "to try its kernels without a GPU, slowly, set TRITON_INTERPRET=1 before Python starts"
         yield Reason("device type", "cpu", limit, remedy)
+    elif device.device_type != _OWN:
+        why = _why_not_driven(device.device_type)
+        if why:
+            remedy = f"install the Triton that the vendor of {device.device_type} devices ships, in place of this one"
+            yield Reason("device type", device.device_type, f"triton {version} {why}", remedy)
+
+
+def _why_not_driven(device_type: str) -> str:
+    """Why the installed Triton launches no kernel on devices of a type that is not torch's "cuda"; "" where it may.
+
+    A driver of an older Triton may not say which type it is for. What a probe computes decides then.
+    Raises: a fault of the device, unchanged.
+    """
+    drivers: Any = import_module("triton.runtime").driver
+    try:
+        driver = getattr(drivers, "active", None)  # may be a proxy, which makes the driver when it is first used
+        says = getattr(driver, "get_active_torch_device", None)
+    except RuntimeError as error:  # there is none, or more than one
+        if is_device_error(error, device_type):
+            raise
+        return f"has no driver for it: {error}"
+    if driver is None:
+        return f"has drivers for device type {_OWN} alone; 3.0 and newer take others"
+    driven = device_type if says is None else says().type
+    return "" if driven == device_type else f"drives device type {driven}"
 
 
 def check_triton_3(device: DeviceFacts) -> Iterator[Reason]:

@@ -21,8 +21,8 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, SlotAttention
 from mla_portable.choose import get_registry
 from mla_portable.contracts import Request
+from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import IF_POSSIBLE, bind_for, decide_route, in_words, pairs
-from mla_portable.engines.common.serving import publish
 from mla_portable.engines.vllm import compat
 from mla_portable.engines.vllm.settings import logger
 from mla_portable.kit.defaults import neutral_defaults
@@ -85,8 +85,9 @@ class LayerKind:
 
         Raises: UnsupportedRoute or UnsupportedRequest, with the reasons against every implementation.
         """
-        spec = decide_route(spec, device, clean_slots=False).spec  # without graphs where none can be captured
-        self.attention = SlotAttention(spec, device=device)
+        decision = decide_route(spec, device, clean_slots=False)
+        spec = decision.spec  # without graphs where none can be captured
+        self.attention = SlotAttention(spec, device=device, route_decision=decision)
         self._wider: dict[int, SlotAttention] = {}
         self._sizes = limits.sizes
         self._accelerator = accelerator(self.attention.device)

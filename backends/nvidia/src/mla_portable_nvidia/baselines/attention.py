@@ -19,10 +19,10 @@ from torch import Tensor
 from mla_portable.contracts import Baseline, BaselineCall, Primitive, Reason, Request
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.conventions import DecodeKernel, PrefillKernel
+from mla_portable_common.flash_mla.conventions import DecodeKernel, PrefillKernel
+from mla_portable_common.flash_mla.head_padding import kernel_heads
+from mla_portable_common.libraries import operator_of
 from mla_portable_nvidia.flashmla.discovery import find_kernel
-from mla_portable_nvidia.flashmla.head_padding import kernel_heads
-from mla_portable_nvidia.libraries import operator_of
 
 _LN2: Final = math.log(2.0)
 _FA3_MODULE: Final = "vllm.vllm_flash_attn.flash_attn_interface"

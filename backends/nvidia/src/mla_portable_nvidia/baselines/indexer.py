@@ -18,11 +18,11 @@ from torch import Tensor
 from mla_portable.contracts import Baseline, BaselineCall, Reason, Request
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT, TOPK_SELECT
+from mla_portable_common.deep_gemm.pages import PAGE
+from mla_portable_common.libraries import operator_of
 from mla_portable_nvidia.baselines.attention import Arguments
-from mla_portable_nvidia.deepgemm.conventions import deepgemm_reasons, find_deepgemm
-from mla_portable_nvidia.deepgemm.indexer_logits import HEADS
-from mla_portable_nvidia.deepgemm.pages import PAGE
-from mla_portable_nvidia.libraries import operator_of
+from mla_portable_nvidia.deepgemm.discovery import deepgemm_reasons, find_deepgemm
+from mla_portable_nvidia.deepgemm.implementations import HEADS
 
 _LIBRARY: Final = "_C"
 _CACHE_OPS: Final = "_C_cache_ops"

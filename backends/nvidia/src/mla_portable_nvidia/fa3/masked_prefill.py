@@ -30,10 +30,10 @@ from mla_portable.contracts import (
 )
 from mla_portable.kit.results import head_results
 from mla_portable.primitives import MASKED_PREFILL, MaskedPrefill
+from mla_portable_common.libraries import triton_missing
 from mla_portable_nvidia.alignment import mappable
 from mla_portable_nvidia.fa3.operators import FA3Prompts, find_fa3_prompts
 from mla_portable_nvidia.fa3.sparse_attention import NAME
-from mla_portable_nvidia.machine import triton_missing
 
 if TYPE_CHECKING:
     from mla_portable_nvidia.fa3.prompt_lse import PromptLse

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mla_portable.contracts import Reason
 from mla_portable.layouts import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from mla_portable_nvidia.libraries import PROVIDER_VARIABLE, NotThisConvention, Positions, load_from, operator_of
+from mla_portable_common.libraries import NotThisConvention, Positions, load_from, operator_of
+from mla_portable_nvidia.machine import PROVIDER_VARIABLE
 
 _PROMPTS: Final = (
     "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal",

@@ -33,11 +33,11 @@ from mla_portable.contracts import (
 )
 from mla_portable.layouts import BF16, BF16_NOPE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.alignment import aligned
+from mla_portable_common.alignment import aligned
+from mla_portable_common.flat_rows import FlatDecode, FlatPrefill
+from mla_portable_common.libraries import triton_missing
 from mla_portable_nvidia.fa3.operators import IDLE_QUERY_BYTES, FA3Operator, Halves, find_fa3, halves_of
-from mla_portable_nvidia.machine import triton_missing
 from mla_portable_nvidia.passes.block_times import TILE_HEADS, predicted_us
-from mla_portable_nvidia.passes.flat_rows import FlatDecode, FlatPrefill
 
 if TYPE_CHECKING:
     from mla_portable_nvidia.fa3.page_lists import PageLists

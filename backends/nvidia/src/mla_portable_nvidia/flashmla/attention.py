@@ -11,13 +11,11 @@ from typing import Final
 from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Primitive, Reason, Request
 from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.flashmla.discovery import Found, find_kernel
-from mla_portable_nvidia.flashmla.head_padding import kernel_heads
-from mla_portable_nvidia.flashmla.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
-from mla_portable_nvidia.flashmla.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
-from mla_portable_nvidia.flashmla.support import attention_support, nope_support, truncation_allowed, v4_support
-from mla_portable_nvidia.flashmla.tile_schedules import FLASHMLA_TILES
-from mla_portable_nvidia.machine import triton_missing
+from mla_portable_common.flash_mla.binding import Found, decode_on, prefill_on
+from mla_portable_common.flash_mla.tile_schedules import FLASHMLA_TILES, num_sm_parts
+from mla_portable_common.libraries import triton_missing
+from mla_portable_nvidia.flashmla.discovery import find_kernel
+from mla_portable_nvidia.flashmla.support import NATIVE_HEADS, attention_support, nope_support, truncation_allowed, v4_support
 
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 _NAME_V4: Final = "nvidia.flashmla_v4"
@@ -45,49 +43,18 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
     """sparse_decode on the provider of this device. Raises: MLAPortableError where there is none."""
     from mla_portable_nvidia.passes.boundary import Boundary
 
-    found, device = _kernel(request), request.device
-    return FlashMLADecode(
-        found.kernel,
-        Boundary(),
-        lse_base_2=found.traits.lse_base_2,
-        takes_plan=found.traits.takes_plan,
-        arch=device.arch,
-        num_sms=device.num_sms,
-        layout=read_layout(request),
-        sanitises=not (request.clean_indices and _fits(request.topk) and _fits(request.extra_topk or 0)),
-        finishes=request.lse or not _comes_finished(found, request),
-    )
-
-
-def _fits(topk: int | None) -> bool:
-    """The kernel takes lists of this width."""
-    return topk is not None and topk % TOPK_MULTIPLE == 0
-
-
-def _comes_finished(found: Found, request: Request) -> bool:
-    """The provider's own `out` is what `request` asks for: zeros in empty rows, the sink applied."""
-    if request.num_heads is None:
-        return False
-    if request.attn_sink:  # the kernel has none for padded heads
-        return request.num_heads in found.traits.zeroes_with_sink
-    return kernel_heads(request.num_heads) in found.traits.zeroes_empty
+    device = request.device
+    parts = partial(num_sm_parts, device.arch, num_sms=device.num_sms)
+    whole_rows = device.arch != "sm90"
+    return decode_on(_kernel(request), request, Boundary(), parts, read_layout(request), whole_rows=whole_rows)
 
 
 def bind_sparse_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill on the provider of this device. Raises: MLAPortableError where there is none."""
     from mla_portable_nvidia.passes.boundary import Boundary
 
-    found, device = _kernel(request), request.device
-    return FlashMLAPrefill(
-        found.kernel,
-        Boundary(),
-        lse_base_2=found.traits.lse_base_2,
-        heads=found.traits.heads,
-        native_heads=NATIVE_HEADS.get(device.arch, ()),
-        sanitises=not request.clean_indices,
-        clamps=not (request.clean_indices or request.clean_lengths),
-        finishes=request.lse or not _comes_finished(found, request),
-    )
+    native_heads = NATIVE_HEADS.get(request.device.arch, ())
+    return prefill_on(_kernel(request), request, Boundary(), native_heads=native_heads)
 
 
 def check_kernel(primitive: Primitive, device: DeviceFacts, layout: CacheLayout = FP8_DS_MLA) -> tuple[Reason, ...]:

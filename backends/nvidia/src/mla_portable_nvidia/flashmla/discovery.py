@@ -15,39 +15,25 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
 from mla_portable.layouts import FP8_DS_MLA, CacheLayout
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.calibration import calibrate_decode, calibrate_prefill
-from mla_portable_nvidia.flashmla.decode_conventions import OperatorDecode, decode_of_module
-from mla_portable_nvidia.flashmla.prefill_conventions import OperatorPrefill, prefill_of_module
-from mla_portable_nvidia.libraries import PROVIDER_VARIABLE, NotThisConvention, load_from, load_library, operator_of
-from mla_portable_nvidia.machine import device_with
+from mla_portable_common.flash_mla.binding import Found
+from mla_portable_common.flash_mla.calibration import calibrate_decode, calibrate_prefill
+from mla_portable_common.flash_mla.decode_conventions import OperatorDecode
+from mla_portable_common.flash_mla.discovery import kernel_of_module
+from mla_portable_common.flash_mla.prefill_conventions import OperatorPrefill
+from mla_portable_common.libraries import NotThisConvention, load_from, load_library, operator_of
+from mla_portable_nvidia.machine import PROVIDER_VARIABLE, device_with
 
 LIBRARY_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_LIBRARY"
 PREFILL_HEADS: Final = (64, 128, 8, 16, 32)
 """Head counts to try on a prefill kernel; the small ones exist in some builds for SM90."""
 _LIBRARIES: Final = ("_flashmla_C", "sgl_kernel", "flash_mla_legacy", "flash_mla")
 """Operator libraries that FlashMLA is known to register."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What serves a primitive on a device, or why nothing does.
-
-    Attributes:
-        provider: its name, None when there is none. kernel, traits: its adapter and what calibration found.
-        reasons: one for each provider that was asked before, or all.
-    """
-
-    provider: str | None
-    kernel: Any
-    traits: Any
-    reasons: tuple[Reason, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +49,6 @@ _OPERATORS: Final[dict[Primitive, tuple[str, Callable[[Any], Any]]]] = {
     SPARSE_PREFILL: ("sparse_prefill_fwd", OperatorPrefill),
 }
 """primitive -> the name of FlashMLA's operator, and its adapter."""
-_OF_MODULE: Final[dict[Primitive, Callable[[Any], Any]]] = {
-    SPARSE_DECODE: decode_of_module,
-    SPARSE_PREFILL: prefill_of_module,
-}
-
-
-def _of_module(name: str, primitive: Primitive) -> Any:
-    """The adapter of a Python module; whatever keeps it from being imported is a reason against the provider."""
-    try:
-        module = import_module(name)
-    except Exception as error:
-        raise NotThisConvention(f"import {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-    if module.__name__.startswith("mla_portable"):
-        raise NotThisConvention(f"{name} is this project's own stand-in for FlashMLA")
-    return _OF_MODULE[primitive](module)
 
 
 def _operator_source(library: str, package: str, pattern: str, module: str | None, remedy: str) -> _Source:
@@ -96,7 +67,7 @@ def _operator_source(library: str, package: str, pattern: str, module: str | Non
             if module is None:
                 raise
             try:
-                return _of_module(module, primitive)
+                return kernel_of_module(module, primitive)
             except NotThisConvention as older:
                 raise NotThisConvention(f"{failure}; {older}") from older
 
@@ -122,7 +93,8 @@ def _library_source(path: str) -> _Source:
 
 _SOURCES: Final[dict[str, _Source]] = {
     "flash_mla": _Source(
-        partial(_of_module, "flash_mla"), "install FlashMLA of October 2025 to August 2026 from source; later ones lack SM90"
+        partial(kernel_of_module, "flash_mla"),
+        "install FlashMLA of October 2025 to August 2026 from source; later ones lack SM90",
     ),
     "vllm": _operator_source(
         "_flashmla_C", "vllm", "_flashmla_C*.so", "vllm.third_party.flashmla.flash_mla_interface", "install vLLM 0.24 to 0.33"

@@ -14,11 +14,11 @@ from typing import Final
 from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.layouts import BF16, BF16_NOPE
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode
+from mla_portable_common.flash_mla.head_padding import KERNEL_HEADS
+from mla_portable_common.flat_rows import FlatDecode
 from mla_portable_nvidia.flashmla.attention import NOPE_NAME, bind_sparse_prefill, check_kernel, read_layout
 from mla_portable_nvidia.flashmla.discovery import find_kernel
-from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
 from mla_portable_nvidia.flashmla.split_prefill import SplitPrefill
-from mla_portable_nvidia.passes.flat_rows import FlatDecode
 
 _PREFERENCE: Final = 15.0
 """After the kernels that compute the heads that are there, where nothing was measured. On an H200 this one is the fastest for

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import SparsePrefill
-from mla_portable_nvidia.flashmla.conventions import PrefillKernel
-from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
-from mla_portable_nvidia.flashmla.sparse_prefill import SCRATCH_BYTES, TOPK_MULTIPLE
+from mla_portable_common.flash_mla.conventions import PrefillKernel
+from mla_portable_common.flash_mla.head_padding import KERNEL_HEADS
+from mla_portable_common.flash_mla.sparse_prefill import SCRATCH_BYTES, TOPK_MULTIPLE
 from mla_portable_nvidia.passes.block_times import TILE_HEADS, predicted_us
 
 if TYPE_CHECKING:

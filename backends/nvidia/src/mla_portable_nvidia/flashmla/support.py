@@ -12,11 +12,15 @@ from typing import Any, Final
 from mla_portable.contracts import Primitive, Reason, Request, Support
 from mla_portable.layouts import BF16_NOPE, FP8_DS_MLA, FP8_V4, SCALE_FORMATS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable_nvidia.flashmla.head_padding import KERNEL_HEADS
+from mla_portable_common.flash_mla.head_padding import KERNEL_HEADS
 
 ARCHS: Final = ("sm90", "sm100")
 TRUNCATION_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_TRUNCATED_SCALES"
 """Set to "allow", SM100 may read scales that are no powers of two, each cut down to one: values lose up to half."""
+NATIVE_HEADS: Final[dict[str, frozenset[int]]] = {"sm90": frozenset(), "sm100": frozenset()}
+"""By arch, head counts below 64 that sparse_prefill runs unpadded where the provider has them, because that was measured to be
+faster. None was: the paths for 8, 16 and 32 heads in vLLM 0.33.0's build took longer than 64 heads
+(docs/dev/nvidia-adapters.md)."""
 
 _SOURCES: Final[dict[tuple[Primitive, str], str]] = {
     (SPARSE_DECODE, "sm90"): "FlashMLA 9241ae3: csrc/api/sparse_decode.h, README; a scale is rounded to bf16, within "

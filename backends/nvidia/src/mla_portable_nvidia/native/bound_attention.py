@@ -13,7 +13,7 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, InvalidArgument, Request
 from mla_portable.kit.results import attention_results
 from mla_portable.layouts import FP8_DS_MLA, LAYOUTS
-from mla_portable_nvidia.alignment import aligned
+from mla_portable_common.alignment import aligned
 from mla_portable_nvidia.native.checks import index_of
 from mla_portable_nvidia.native.runtime.driver import Launches
 from mla_portable_nvidia.native.sparse_decode import Tensors, rows_of
@@ -125,7 +125,7 @@ class BoundAttention(ABC):
 
         The tensors may be those of sparse_prefill, [T, H, ...] instead of [B, S, H, ...].
         """
-        out, lse_out = attention_results(q, kv_cache, out, lse_out)
+        out, lse_out = attention_results(q, kv_cache, out, lse_out, kv_layout=self._kv_layout)
         cut = None if schedule is None else self.cut_of(schedule)
         q_at, kv_at, out_at = q.data_ptr(), kv_cache.data_ptr(), out.data_ptr()
         shapes = (q.shape, kv_cache.shape, indices.shape, q.get_device(), kv_cache.dtype)

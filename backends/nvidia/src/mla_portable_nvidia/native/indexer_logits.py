@@ -24,7 +24,7 @@ from mla_portable.primitives import (
     IndexerSelect,
     SelectInParts,
 )
-from mla_portable_nvidia.alignment import aligned
+from mla_portable_common.alignment import aligned
 from mla_portable_nvidia.native.checks import check, index_of
 from mla_portable_nvidia.native.kernel_build import KernelBuild, load
 from mla_portable_nvidia.native.runtime.driver import Kernel, Launch, Launches
@@ -227,7 +227,7 @@ def bind_indexer_logits(request: Request[IndexerLogits]) -> IndexerLogits:
 
 def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     """indexer_select: scores of some tokens at a time, then their top-k. Raises: as bind_indexer_logits."""
-    part = Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph)
+    part = Request(TOPK_SELECT, request.device, topk=request.topk, ordered=request.ordered, graph=request.graph)
     return SelectInParts(NativeScores(request), NativeTopkSelect(part, starts_early=True))
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from torch import Tensor
 
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, layout_of
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
 from mla_portable_nvidia.native.kernel_build import KernelBuild
 from mla_portable_nvidia.native.runtime.driver import Kernel, Launch
 
@@ -238,8 +238,8 @@ def arguments(of: Tensors, cut: int, head_tiles: int) -> tuple[int, ...]:
 def _pages(cache: Tensor) -> tuple[int, int, int]:
     """(slots, block size, bytes between blocks) as kernels take them; block size 0: there is nothing to divide by."""
     num_blocks, block_size, row_width = cache.shape
-    layout, block_stride = layout_of(cache), cache.stride(0)
-    evenly = not layout.apart_bytes and (num_blocks <= 1 or block_stride == block_size * row_width)
+    block_stride, apart = cache.stride(0), (cache.dtype, row_width) == (FP8_V4.dtype, FP8_V4.row_width)
+    evenly = not apart and (num_blocks <= 1 or block_stride == block_size * row_width)
     # an int; the index 2^31 - 1 is absent in any cache (1.4 TB would have it)
     num_slots = min(num_blocks * block_size, 2**31 - 1)
     return num_slots, 0 if evenly else block_size, block_stride * cache.element_size()

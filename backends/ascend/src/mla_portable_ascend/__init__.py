@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Huawei Ascend devices for mla_portable: the plugin.
+
+Registers a detector and an implementation for each row of `PROVIDERS`: one per operation, place and primitive. Importing this
+module and registering import nothing of the vendor; `check` and `bind` do, on a device that the detector recognised. What is
+open about an operation (docs/ascend.md) is settled on the device by the probe: whether it returns the lse where its documents
+contradict its use, whether a graph can hold it. Portable Triton kernels stand at 50, plain torch at 1000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from mla_portable.accelerator import add_error_words
+from mla_portable.contracts import (
+    DeviceFacts,
+    Implementation,
+    Primitive,
+    Reason,
+    Registrar,
+    Request,
+    Support,
+    Variable,
+    hookimpl,
+)
+from mla_portable.layouts import INDEX_BF16
+from mla_portable.primitives import INDEXER_SELECT, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_ascend import attention, indexer
+from mla_portable_ascend.detector import A2, A3, A5, ARCHS, OVERRIDE, detect, is_override
+from mla_portable_ascend.resolve import TORCH_NPU, VLLM_ASCEND, Op, Place
+
+__all__ = ["PROVIDERS", "Provider", "mla_portable_register"]
+
+_VLLM_ASCEND: Final = "vllm-ascend 182b75ea, csrc/attention: README, schema and kernel"
+_TORCH_NPU: Final = "op-plugin 517f2e7d, docs of torch_npu"
+_COPIED: Final = (
+    "the operation reads latent and rotary part from two tensors, so each row that is read is copied apart first "
+    "(1,152 bytes read, written, split, and read again): a split layout is read in place"
+)
+_A2_HEADS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+_FAULTS: Final = (507011, 507014, 507015, 507016, 507017, 507018, 507034, 507035, 507046, 507053)
+"""Codes of the runtime after which a device is lost: time limits and exceptions of its cores. Those of wrong arguments, which
+torch_npu raises with the same words, are not among them."""
+
+add_error_words("npu", *(f"error code is {code}" for code in _FAULTS))
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """One operation that serves one primitive.
+
+    Attributes:
+        variant: the second half of the implementation's name. primitive: what it serves. place: where its operation is.
+        archs: of devices that have it. cost: declared, smaller is preferred. source: the public text that shows it.
+        limits: fields of Support. bind: the operation, adapted to the primitive for a request.
+    """
+
+    variant: str
+    primitive: Primitive[Any]
+    place: Place
+    archs: tuple[str, ...]
+    cost: float
+    source: str
+    bind: Callable[[Op, Request[Any]], Callable[..., Any]]
+    limits: dict[str, Any]
+
+    def check(self, device: DeviceFacts) -> Iterator[Reason]:
+        """The operation is there, and takes what the adapter passes."""
+        return self.place.missing()
+
+    def implementation(self) -> Implementation:
+        """What the registry is given. "cpu" is named for stand-ins of the operations: no CPU has this vendor."""
+        devices: dict[str, Any] = {"device_types": ("npu", "cpu"), "vendors": ("ascend",), "archs": self.archs}
+        return Implementation(
+            name=f"ascend.{self.variant}",
+            primitive=self.primitive,
+            support=Support(source=self.source, probes_graph=True, **devices, **self.limits),
+            bind=lambda request: self.bind(self.place.find(), request),
+            check=self.check,
+            preference=self.cost,
+        )
+
+
+def _copied() -> Iterator[Provider]:
+    """Attention over `bf16` caches."""
+    call = partial(partial, call=attention.sparse_flash_attention, apart=True)
+    binds = {SPARSE_DECODE: call(attention.bind_sparse_decode), SPARSE_PREFILL: call(attention.bind_sparse_prefill)}
+    limits: dict[str, Any] = {"kv_layouts": ("bf16",), "attn_sink": False}
+    few, many = {**limits, "num_heads": _A2_HEADS}, {**limits, "max_heads": 128}
+    own, general = (
+        Place(package, "npu_sparse_flash_attention", attention.SPLIT_KEYWORDS) for package in (VLLM_ASCEND, TORCH_NPU)
+    )
+    for primitive, bind in binds.items():
+        source = f"{_VLLM_ASCEND}; {_COPIED}"
+        yield Provider("sfa_copied", primitive, own, (A2, A3), 20, source, bind, few)
+        source = f"{_TORCH_NPU}; {_COPIED}"
+        yield Provider("sfa_copied_torch_npu", primitive, general, (A2, A3), 21, source, bind, few)
+        yield Provider("sfa_copied_950", primitive, general, (A5,), 20, source, bind, many)
+
+
+def _indexer() -> Iterator[Provider]:
+    """Scores and selection over `index_bf16` keys."""
+    own, general = (Place(package, "npu_lightning_indexer", indexer.KEYWORDS) for package in (VLLM_ASCEND, TORCH_NPU))
+    limits: dict[str, Any] = {
+        "kv_layouts": (INDEX_BF16.name,),
+        "max_topk": 2048,
+        "block_size_multiple": 16,
+        "needs_whole_tables": True,
+        "nan_keys": False,  # not known
+    }
+    few, some = {**limits, "max_heads": 64}, {**limits, "num_heads": (8, 16, 24, 32, 64)}
+    full, rounded = (partial(indexer.bind_indexer_select, weights_dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    yield Provider("lightning_indexer", INDEXER_SELECT, own, (A2, A3), 10, _VLLM_ASCEND, full, few)
+    yield Provider("lightning_indexer_torch_npu", INDEXER_SELECT, general, (A2, A3), 11, _TORCH_NPU, full, few)
+    yield Provider("lightning_indexer_950", INDEXER_SELECT, general, (A5,), 10, _TORCH_NPU, rounded, some)
+
+
+PROVIDERS: Final[tuple[Provider, ...]] = (*_copied(), *_indexer())
+
+
+@hookimpl
+def mla_portable_register(registrar: Registrar) -> None:
+    """Recognise the vendor's devices; offer every provider."""
+    registrar.add_detector(detect)
+    registrar.add_variable(Variable(OVERRIDE, f"off, or an architecture: {', '.join(ARCHS)}", is_override))
+    for provider in PROVIDERS:
+        registrar.add(provider.implementation())
