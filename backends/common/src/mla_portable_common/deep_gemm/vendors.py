@@ -43,7 +43,7 @@ def scores(name: str, library: Library, support: Support, *, preference: float =
         (INDEXER_SELECT, paged, _bind_select, INDEXER_LOGITS, rows),
     ):
         check = partial(scores_reasons, library, scores_of_module, tried)
-        own = {"check": check, "preference": preference, "schedule_kind": kind}
+        own: dict[str, Any] = {"check": check, "preference": preference, "schedule_kind": kind}
         yield Implementation(name, primitive, declared, partial(bind, library), **own)
 
 
