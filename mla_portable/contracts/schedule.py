@@ -201,6 +201,9 @@ class ScheduleKind:
     fused_below_heads: int = 0
     needs_lengths: bool = False
 
+    def __str__(self) -> str:
+        return self.name
+
     def schedule(
         self, planner: SchedulePlanner | LengthsPlanner, batch: int, query_len: int, lengths: StepLengths | None = None
     ) -> DecodeSchedule:

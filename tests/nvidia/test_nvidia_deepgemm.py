@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,14 +17,18 @@ from simulated_gpu import FACTS, conforms, registry
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, PlanMismatch, Request, ScheduleLimits, StepLengths
 from mla_portable.dispatch import serving
+from mla_portable.judge.conformance.report import CaseResult
+from mla_portable.judge.conformance.runner import run_case
+from mla_portable.judge.problems.base import cases_for
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT
 from mla_portable.primitives.topk_select import reference as topk_select
+from mla_portable_common.deep_gemm import schedules
 from mla_portable_common.deep_gemm.conventions import DeepGemm
 from mla_portable_common.deep_gemm.discovery import forget_deepgemm
 from mla_portable_common.deep_gemm.indexer_logits import PagedLogits, PagedScores, RaggedLogits
 from mla_portable_common.deep_gemm.indexer_select import DeepGemmSelect
-from mla_portable_common.deep_gemm.pages import Pages
+from mla_portable_common.deep_gemm.pages import Pages, row_lengths
 from mla_portable_common.deep_gemm.schedules import IndexSchedule
 from mla_portable_common.deep_gemm.torch_passes import TorchIndexPasses
 from mla_portable_nvidia.deepgemm.discovery import deepgemm_reasons, find_deepgemm
@@ -52,6 +57,32 @@ def test_every_build_conforms(name, arch):
     with installed(name, arch=arch, num_sms=FACTS[arch].num_sms) as build:
         suite(arch, "smoke")
         assert build.paged_rows and build.ragged_rows
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_the_suite_passes_a_schedule_and_a_planner_of_other_lengths_fails(level, monkeypatch):
+    on_cpu = {"device_types": ("cpu",)}
+    offered = {each.primitive: each for each in (*deepgemm_implementations(**on_cpu), *select_implementations(**on_cpu))}
+    cases = [
+        case
+        for each in offered.values()
+        for case in cases_for(each, FACTS["sm90"], level)
+        if "scheduled" in case.params.words()
+    ]
+    assert {(case.primitive, case.params.batch) for case in cases} == {
+        (primitive, batch) for primitive in (INDEXER_LOGITS, INDEXER_SELECT) for batch in ("decode", "drafts")
+    }
+    with installed("deep_gemm 2026") as build, serving(registry("sm90", offered=offered.values())):
+
+        def results() -> Iterator[CaseResult]:
+            for case in cases:
+                bound, before = offered[case.primitive].bind(case.request), len(build.plans)
+                yield run_case(case, bound, torch.device("cpu"))
+                assert len(build.plans) == before + 1, "the planner's alone, for both calls"
+
+        assert {(result.status, result.message) for result in results()} == {("passed", "")}
+        monkeypatch.setattr(schedules, "row_lengths", lambda seen, query_len: row_lengths(seen + 1, query_len))
+        assert all(result.status == "error" and "a schedule of other lengths" in result.message for result in results())
 
 
 @pytest.mark.parametrize("name", ["vllm 0.26", "vllm 0.33"])
