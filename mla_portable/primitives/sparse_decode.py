@@ -107,11 +107,8 @@ def sparse_decode(
     extra = (extra_kv_cache, extra_indices, extra_lengths)
     facts = check(q, kv_cache, indices, softmax_scale, lengths, attn_sink, *extra, schedule, out, lse_out, kv_layout)
     served = find(SPARSE_DECODE, backend, q, facts)
-    if schedule is not None and served.schedule_type is not None and not isinstance(schedule, served.schedule_type):
-        raise PlanMismatch(
-            f"sparse_decode: schedule is a {type(schedule).__name__}, {served.name} takes a {served.schedule_type.__name__}. "
-            "Plan with the schedule_kind of the implementation that serves, or force the one that was planned for."
-        )
+    if schedule is not None:
+        served.check_schedule(TENSORS.where, schedule)
     return served.call(
         q,
         kv_cache,
