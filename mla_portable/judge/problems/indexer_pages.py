@@ -252,12 +252,11 @@ class PageParams(Params):
         own = plugin_layout(self.kv)
         if own is not None and absent != "none":  # what becomes of NaN is the layout's to say
             keys[2::5] = math.nan
-        rows, parts = layout.pack(keys, keys[:, :0], self.scale_format).to(cache.device), layout.parts(cache)
-        stored = rows.split([part.shape[2] for part in parts], dim=1)
+        stored, parts = layout.pieces(layout.pack(keys, keys[:, :0], self.scale_format)), layout.parts(cache)
         if own is None:
             spoil(absent, stored[0], stored[1] if len(stored) > 1 else None)
         for part, values in zip(parts, stored, strict=True):
-            part[block.to(cache.device), at.to(cache.device)] = values
+            part[block.to(cache.device), at.to(cache.device)] = values.to(cache.device)
 
     def pages(self, seed: int, stage: Stage) -> Pages:
         """The arguments of a call."""
