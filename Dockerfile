@@ -6,4 +6,4 @@ ARG PIP_NO_CACHE_DIR=1
 ARG PIP_BREAK_SYSTEM_PACKAGES=1
 COPY . /opt/mla_portable
 # `cd`, not WORKDIR: the engine goes on starting in the folder that its image names.
-RUN cd /opt/mla_portable && pip install -r requirements-no-torch.txt && pip install --no-deps -e . -e backends/common -e backends/triton -e backends/nvidia -e backends/iluvatar -e backends/ascend
+RUN cd /opt/mla_portable && pip install -r requirements-no-torch.txt && pip install --no-deps -e . -e backends/common -e backends/triton -e backends/nvidia -e backends/iluvatar -e backends/amd -e backends/ascend

@@ -55,7 +55,7 @@ class Int8Keys(CacheLayout):
     def pack(self, latent: Tensor, rope: Tensor | None = None, scale_format: str | None = None) -> Tensor:
         scale = latent.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-9) / 127
         codes = (latent.float() / scale).round().to(torch.int8)
-        return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+        return torch.cat([codes.view(torch.uint8), scale.flatten().view(torch.uint8).view(-1, 4)], dim=-1)
 
     def split(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         codes, scale = (part.contiguous() for part in rows.split([128, 4], dim=-1))

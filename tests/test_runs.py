@@ -342,6 +342,13 @@ def test_the_core_counts_for_every_plugin_of_this_checkout() -> None:
     assert {"backends/triton/src/mla_portable_triton", *history.CORE} == set(code.paths)
 
 
+def test_what_a_plugin_shares_with_others_counts_for_it() -> None:
+    code = recording.plugins_code(Registry(environ={}, probe=False), ["nvidia.flashmla"])
+    assert code is not None
+    packages = {path for path in code.paths if path.startswith("backends/")}
+    assert packages == {f"backends/{name}/src/mla_portable_{name}" for name in ("common", "nvidia")}
+
+
 # ---------------------------------------------------------------------- the contributor's check
 
 

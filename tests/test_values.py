@@ -145,7 +145,7 @@ def test_fields_stay_in_their_range(make: Callable[..., object], changes: dict[s
 @pytest.mark.parametrize("field", [field.name for field in fields(Support)])
 def test_what_a_support_accepts_can_be_evaluated(field: str):
     """A registry asks every declaration at every choice, so what it cannot evaluate is refused when the value is made."""
-    values: list[Any] = [None, -1, 0, 1, 5, 1.5, math.nan, 10**400, True, "", "x", b"x", object(), np.int64(5), range(3)]
+    values: list[Any] = [None, -1, 0, 1, 5, 1.5, math.nan, 10**400, True, "", "x", "low", b"x", object(), np.int64(5), range(3)]
     items = [None, 0, 16, 1.5, True, "bf16", "pow2", "x", (192, 128), (192,), (0, 1), ("a", 1), [192, 128]]
     values += [kind(items[:n]) for kind in (tuple, list) for n in (0, 2)]
     values += [kind((item,)) for kind in (tuple, list) for item in items] + [{}, {16}, {"a": 1}]

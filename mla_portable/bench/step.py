@@ -256,8 +256,9 @@ def _judge(inputs: StepInputs, rows: Tensor, out: Tensor, lse: Tensor) -> tuple[
         inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
     )
     here = rows.to(out.device)
-    want = attend(inputs.q[here], inputs.kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
-    storage = shape.scale_format if LAYOUTS[shape.kv_layout].is_quantized else "bf16"
+    want = attend(inputs.q[here], inputs.kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, kv_layout=shape.kv_layout)
+    layout = LAYOUTS[shape.kv_layout]
+    storage = layout.tolerance_of(shape.scale_format if layout.is_quantized else None)
     got = {"out": out[here].cpu(), "lse": lse[here].cpu()}
     return tuple(findings(storage, got, {"out": want[0], "lse": want[1]}, rows=rows))
 

@@ -28,7 +28,7 @@ from mla_portable.engines.common.asked import layer_spec
 from mla_portable.engines.common.routing import in_words, pairs, served_by
 from mla_portable.judge.problems.bench import Workshop
 from mla_portable.judge.problems.step import StepShape, make_inputs, step_cases
-from mla_portable.layouts import LAYOUTS, SCALE_FORMATS
+from mla_portable.layouts import LAYOUTS
 from mla_portable.models import Model
 from mla_portable.planner import Planner
 
@@ -154,7 +154,7 @@ def _jobs(
 ) -> Iterator[tuple[str, Callable[[], str]]]:
     sizes = _CPU if device.type == "cpu" else _Sizes(model.topk, model.max_model_len)
     for layout in layouts:
-        formats = SCALE_FORMATS if LAYOUTS[layout].is_quantized else (None,)
+        formats = LAYOUTS[layout].scale_formats or (None,)
         for count in heads:
             for scales in formats:
                 name = ", ".join(filter(None, (f"layer of {count} heads", layout, scales and f"{scales} scales")))

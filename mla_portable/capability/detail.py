@@ -11,6 +11,7 @@ from mla_portable.capability.matrix import Matrix, States
 from mla_portable.capability.profiles import Profile
 from mla_portable.choose import Registry
 from mla_portable.contracts import Primitive, Request
+from mla_portable.contracts.support import ONLY_WHEN_FORCED
 
 Changed = Callable[[str, str], int | None]
 """(implementation, commit) -> files of its code that changed since; None where nobody knows."""
@@ -65,14 +66,15 @@ def offers_on(profile: Profile, matrix: Matrix, registry: Registry, changed: Cha
         for layout in primitive.layouts or (None,):
             decision = registry.decide(Request(primitive, facts, kv_layout=layout), probe=False, thorough=True)
             for verdict in decision.verdicts:
-                if verdict.reasons:
+                low = [each.limit for each in verdict.reasons] == [ONLY_WHEN_FORCED]
+                if verdict.reasons and not low:
                     continue
                 name = verdict.implementation
                 here = {
                     "primitive": str(primitive),
                     "layout": layout or "",
                     "implementation": name,
-                    "state": states.of(name, str(primitive), layout),
+                    "state": states.of(name, str(primitive), layout) + (f", low accuracy: {ONLY_WHEN_FORCED}" if low else ""),
                 }
                 proof = states.proof(name, str(primitive), layout)
                 run = {} if proof is None else proof.model_dump(include=set(_OF_A_PROOF))

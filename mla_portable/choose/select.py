@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, Protocol
 from mla_portable.choose.names import AUTO, REFERENCE
 from mla_portable.choose.policy import Policy, disabled_reason
 from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
+from mla_portable.contracts.support import ONLY_WHEN_FORCED
 
 Finding = Callable[[Implementation], tuple[Reason, ...]]
 """Looks at the machine: the reasons why an implementation must not be used there."""
@@ -138,8 +139,11 @@ def decide(
     ranking = Ranking(c.standing for c in compared)
     _tell_ties([c for c in compared if ranking.tied(c.standing)])
 
-    def rank(c: _Candidate) -> tuple[tuple[bool, float], float, str]:
-        return ranking.key(c.standing), c.implementation.preference, c.implementation.name
+    def rank(c: _Candidate) -> tuple[bool, tuple[bool, float], float, str]:
+        low = (
+            c.implementation.support.accuracy == "low" and c.implementation.name != rule.target
+        )  # a backend's others come first
+        return low, ranking.key(c.standing), c.implementation.preference, c.implementation.name
 
     ranked.sort(key=rank)
     pool = [c for c in ranked if rule.target in (AUTO, c.implementation.backend, c.implementation.name)]
@@ -210,9 +214,16 @@ def _tell_ties(tied: Sequence[_Candidate]) -> None:
         candidate.cost_source += f" tie within {_TIE:.0%}, declared cost {candidate.implementation.preference:g} decides;"
 
 
+def _only_when_forced(candidate: Implementation) -> Reason:
+    """Why an implementation of low accuracy is not chosen automatically."""
+    return Reason("low accuracy", "", ONLY_WHEN_FORCED, f'backend="{candidate.name}" takes it')
+
+
 def _first_look(candidate: Implementation, request: Request, policy: Policy, costs: CostTable | None) -> _Candidate:
     """What can be said without the machine: switched off, unsupported, and the cost."""
     off = policy.against(candidate)
+    if candidate.support.accuracy == "low" and policy.rule_for(request.primitive).target == AUTO:
+        off += (_only_when_forced(candidate),)
     measured = costs(candidate, request) if costs else None
     cost, source = measured or (candidate.preference, "declared")
     return _Candidate(
@@ -222,7 +233,7 @@ def _first_look(candidate: Implementation, request: Request, policy: Policy, cos
         measured=measured is not None,
         reasons=off + candidate.support.reasons(request),
         fits_device=not any(candidate.support.device_reasons(request.device)),
-        disabled=bool(off),
+        disabled=bool(policy.against(candidate)),
     )
 
 

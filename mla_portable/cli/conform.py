@@ -110,7 +110,8 @@ def _for_a_person(report: Report, *, every: bool = False, verbose: bool = False)
         numbers = [count["passed"]] if all_passed else [count["passed"], count["failed"], count["error"]]
         row = closest.get((name, str(primitive)))
         near = "exact" if row is None else f"{row.quantity} {row.share:.0%}"
-        rows.append([str(primitive), name, *map(str, numbers), near])
+        low = any(each.case.params.accuracy == "low" for each in report.results if each.case.implementation == name)
+        rows.append([str(primitive), f"{name} (low accuracy)" if low else name, *map(str, numbers), near])
     shown: list[RenderableType] = [
         hanging("device", str(report.device)),
         hanging("suite", f"{report.backend}, level {report.level}"),

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -126,18 +127,31 @@ def recorder(
 
 
 def plugins_code(registry: Registry, backends: Collection[str] = ()) -> Code | None:
-    """The code of the plugins that offer some backends or implementations, of all where there is none."""
+    """The code of the plugins that offer some backends or implementations, of all where there is none.
+
+    To a plugin's code belong the packages of the distributions `mla-portable-...` that its own requires.
+    """
     named = {part for entry in backends for part in (entry, entry.partition(".")[0])}
     plugins: dict[Path, None] = {}
     for report in registry.plugin_reports:
         offers = {part for entry in report.implementations for part in (entry.partition(" ")[0], entry.partition(".")[0])}
         if (not backends and report.implementations) or offers & named:
-            module = report.module.partition(":")[0]
-            spec = find_spec(module)
-            if spec is not None and spec.origin:
-                file = Path(spec.origin)
-                plugins[file.parent if spec.submodule_search_locations else file] = None
+            for module in (report.module.partition(":")[0], *_shared_packages(report.distribution)):
+                spec = find_spec(module)
+                if spec is not None and spec.origin:
+                    file = Path(spec.origin)
+                    plugins[file.parent if spec.submodule_search_locations else file] = None
     return code_of(plugins)
+
+
+def _shared_packages(distribution: str) -> list[str]:
+    """The packages of the distributions `mla-portable-...` that an installed one requires."""
+    try:
+        needed = requires(distribution) if distribution else None
+    except PackageNotFoundError:
+        return []
+    names = [re.match(r"[\w.-]*", line.lower()) for line in needed or ()]
+    return [name.group().replace("-", "_") for name in names if name and name.group().startswith("mla-portable-")]
 
 
 def case_of(result: Mapping[str, Any]) -> Case:

@@ -24,6 +24,8 @@ _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     ),
     (1, INT32_MAX),
 )
+ACCURACIES: Final = ("standard", "low")
+ONLY_WHEN_FORCED: Final = "only when forced"
 _REMEDIES: Final[dict[str, str]] = {each.name: each.metadata["remedy"] for each in fields(Features)}
 
 
@@ -79,6 +81,8 @@ class Support(Features):
             launched normally, or starts early and waits for a kernel of which this holds.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         nan_keys: of the indexer: a key that holds NaN has no finite score; or whether that is so, as a function of the request.
+        accuracy: the class by whose tolerances results are judged. "low" is that of attention on 8-bit products (queries and
+            probabilities, or keys and values, rounded to e4m3); such an implementation serves only where it is forced.
         min_shared_memory: bytes a thread block needs; nothing is refused where torch does not say how many the
             device has, which it does for "cuda".
         needs_bf16, needs_fp8_conversion: abilities of the device.
@@ -110,6 +114,7 @@ class Support(Features):
     ends_in_order: bool = False
     probes_graph: bool = False
     nan_keys: bool | Callable[[Request], bool] = True
+    accuracy: str = "standard"
     min_shared_memory: int = 0
     needs_bf16: bool = True
     needs_fp8_conversion: bool = False
@@ -130,6 +135,8 @@ class Support(Features):
         if not callable(self.nan_keys) and type(self.nan_keys) is not bool:
             got = describe(self.nan_keys)
             raise InvalidArgument(where, "nan_keys", got=got, expected="True or False, or a function of a Request")
+        if self.accuracy not in ACCURACIES:
+            raise InvalidArgument(where, "accuracy", got=repr(self.accuracy), expected=f"one of {', '.join(ACCURACIES)}")
         if not self.source:
             raise InvalidArgument(where, "source", got="''", expected="where the limits come from")
         for name, given, allowed in (

@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layouts of the paged caches, one module each, and what a layout is (`base`)."""
 
-from mla_portable.layouts.base import INDEX, KV, LAYOUTS, CacheLayout, add_layout, layout_names, layout_of, scale_formats
+from mla_portable.layouts.base import (
+    INDEX,
+    KV,
+    LAYOUTS,
+    TOLERANCES,
+    CacheLayout,
+    add_layout,
+    layout_names,
+    layout_of,
+    scale_formats,
+)
 from mla_portable.layouts.bf16 import BF16, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from mla_portable.layouts.bf16_nope import BF16_NOPE
 from mla_portable.layouts.fp8_ds_mla import (
@@ -37,6 +47,7 @@ __all__ = [
     "QK_ROPE_HEAD_DIM",
     "SCALE_FORMATS",
     "SCALE_GROUP",
+    "TOLERANCES",
     "V4_CODES",
     "V4_ROW_BYTES",
     "V4_SCALE_BYTES",

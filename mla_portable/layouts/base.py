@@ -23,6 +23,8 @@ from mla_portable.errors import InvalidArgument
 
 KV: Final = "kv"
 INDEX: Final = "index"
+TOLERANCES: Final = ("bf16", "pow2", "amax")
+"""What a layout's tolerances may be those of: rows without scales, with scales that are powers of two, with any scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,9 @@ class CacheLayout:
         inferred: calls that name no layout take a tensor of this dtype and row width for one of this layout. False for a layout
             that is always named: of a plugin whose rows have the width of another layout, so that callers who name none keep
             theirs.
+        tolerance: how far results over such rows may lie from the oracle, which reads them by `split` in float64: as over
+            "bf16" rows, whose numbers a kernel multiplies as they are, or over "amax" ones, which it may round to bfloat16
+            first (docs/dev/accuracy.md). None: as the scale format says where it is "pow2" or "amax", else as over "bf16".
     Raises: InvalidArgument for widths and offsets that contradict each other.
     """
 
@@ -69,6 +74,7 @@ class CacheLayout:
     upconverted: CacheLayout | None = None
     contents: str = ""
     inferred: bool = True
+    tolerance: str | None = None
 
     def __post_init__(self) -> None:
         def check(field: str, holds: bool, expected: str) -> None:
@@ -81,6 +87,7 @@ class CacheLayout:
         for field in ("row_width", "value_width", "rope_width", "rope_offset", "apart_bytes", "alignment"):
             check(field, type(getattr(self, field)) is int, "an integer")
         check("scale_offset", self.scale_offset is None or type(self.scale_offset) is int, "an integer, or None")
+        check("tolerance", self.tolerance in (None, *TOLERANCES), f"None or one of {', '.join(TOLERANCES)}")
         check("inferred", type(self.inferred) is bool, "True or False")
         names: tuple[object, ...] = self.scale_formats
         check("scale_formats", type(names) is tuple and all(type(each) is str for each in names), "a tuple of strings")
@@ -119,6 +126,14 @@ class CacheLayout:
     def is_quantized(self) -> bool:
         """Rows carry scales, and are read from the paged cache in place. Others may be read as flat rows."""
         return bool(self.scale_formats)
+
+    def tolerance_of(self, scale_format: str | None) -> str:
+        """One of TOLERANCES, for rows whose scales were made so; None for a layout without scales."""
+        return self.tolerance or (scale_format if scale_format in TOLERANCES else TOLERANCES[0])
+
+    def scale_format_near(self, name: str) -> str:
+        """`name` where this layout has such scales, else its first scale format; `name` for a layout without scales."""
+        return name if name in self.scale_formats or not self.scale_formats else self.scale_formats[0]
 
     def scale_formats_of(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of `names` that are ways to choose the scales of this layout, in their order."""

@@ -28,8 +28,9 @@ class Library:
 
     base_2, empty: of the prefill's lse. empty_out: what is left in a row without keys, by heads, where not zeros;
     sunk_out: likewise, under a sink. native: head counts of the prefill beside 64 and 128. old: the layout of plans and
-    the prefill's conventions of 2025. plans: planner launches. accumulators: most bytes a call allocated. calls: decode shapes.
-    extra_calls: of those, with a second cache.
+    the prefill's conventions of 2025. bf16: the decode of 2025 reads caches of bf16 as well, as MetaX's does.
+    plans: planner launches. accumulators: most bytes a call allocated. calls: decode shapes. extra_calls: of those, with a
+    second cache.
     """
 
     arch: str = "sm90"
@@ -41,6 +42,7 @@ class Library:
     native: tuple[int, ...] = ()
     prefill_heads: tuple[int, ...] = (64, 128)
     old: bool = False
+    bf16: bool = False
     plans: int = 0
     accumulators: int = 0
     calls: list[tuple[int, ...]] = field(default_factory=list)
@@ -104,8 +106,9 @@ class Library:
         need(q.stride(3) == 1 and q.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in q.stride()[:3]), "q is not aligned")
         need(topk_length is None, "topk_length is not there for this cache on sm90, or was not planned for")
         lists = [(kv, indices), *([] if extra is None else [extra])]
+        is_bf16 = self.bf16 and kv.dtype == torch.bfloat16
         for cache, slots in lists:
-            self.check_list(cache, slots, (batch, query_len), 584 if is_v4 else 656)
+            self.check_list(cache, slots, (batch, query_len), 576 if is_bf16 else 584 if is_v4 else 656)
         topk, extra_topk = indices.shape[-1], 0 if extra is None else extra[1].shape[-1]
         if sink is not None:
             need(sink.dtype == torch.float32 and tuple(sink.shape) == (heads,) and sink.is_contiguous(), "attn_sink")
@@ -125,7 +128,7 @@ class Library:
         lse = torch.empty(batch, query_len, heads)
         for b in range(batch):
             for s in range(query_len):
-                read = self.dequantised_v4 if is_v4 else self.dequantised
+                read = self.plain if is_bf16 else self.dequantised_v4 if is_v4 else self.dequantised
                 rows = torch.cat([read(cache, slots[b, s]) for cache, slots in lists])
                 there = torch.cat([slots[b, s] >= 0 for _, slots in lists])
                 result[b, s], lse[b, s] = attend(q[b, s], rows, there, scale, sink, math.inf)
@@ -136,16 +139,23 @@ class Library:
     def check_list(self, kv: Tensor, indices: Tensor, lead: tuple[int, int], row: int) -> None:
         """A paged cache of `row` bytes a token, and slots of it."""
         need = self.need
-        need(kv.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn), f"k_cache {kv.dtype}")
+        is_bf16 = row == 576
+        need(is_bf16 or kv.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn), f"k_cache {kv.dtype}")
         need(kv.dim() == 4 and kv.shape[2:] == (1, row), f"k_cache {list(kv.shape)}")
         need(kv.stride(1) == row and kv.stride(3) == 1, f"k_cache strides {kv.stride()}")
-        apart = 16 if self.arch == "sm90" else {656: 656, 584: 576}[row]
+        apart = 8 if is_bf16 else 16 if self.arch == "sm90" else {656: 656, 584: 576}[row]
         need(kv.data_ptr() % 16 == 0 and kv.stride(0) % apart == 0, "k_cache is not aligned")
         topk = indices.shape[-1]
         need(indices.dtype == torch.int32 and tuple(indices.shape) == (*lead, topk), "indices")
         need(indices.is_contiguous() and topk % 64 == 0 and topk > 0, f"indices of topk {topk}")
         wild = (indices != -1) & ((indices < 0) | (indices >= kv.shape[0] * kv.shape[1]))
         need(not bool(wild.any()), "an index led to wild memory")
+
+    def plain(self, kv: Tensor, slots: Tensor) -> Tensor:
+        """[K, 576] float32 of a cache of bf16; an absent row is zero."""
+        page, there = kv.shape[1], slots >= 0
+        at = slots.long().clamp(min=0)
+        return torch.where(there[:, None], kv[at // page, at % page, 0].float(), 0.0)
 
     def dequantised_v4(self, kv: Tensor, slots: Tensor) -> Tensor:
         """[K, 512] float32, keys and values; absent rows are zero. Scales lie behind the rows of their page."""
@@ -299,7 +309,8 @@ def tensors_module(name: str, lib: Library) -> types.ModuleType:
         cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None
     ):
         lib.need(cache_seqlens.dtype == torch.int32 and cache_seqlens.dim() == 1, "cache_seqlens")
-        lib.need(num_heads_k == 1 and num_heads_q in (64, 128) and is_fp8_kvcache and topk is not None, "only sparse FP8 here")
+        lib.need(is_fp8_kvcache or lib.bf16, "only FP8 here")
+        lib.need(num_heads_k == 1 and num_heads_q in (64, 128) and topk is not None, "only sparse here")
         return lib.plan(len(cache_seqlens), num_q_tokens_per_head_k // num_heads_q, num_heads_q, topk)
 
     def flash_mla_with_kvcache(
@@ -309,7 +320,8 @@ def tensors_module(name: str, lib: Library) -> types.ModuleType:
         batch = q.shape[0]
         lib.need(block_table.dtype == torch.int32 and block_table.dim() == 2 and len(block_table) == batch, "block_table")
         lib.need(cache_seqlens.dtype == torch.int32 and tuple(cache_seqlens.shape) == (batch,), "cache_seqlens")
-        lib.need(indices is not None and is_fp8_kvcache and not causal and head_dim_v == 512, "only sparse FP8 here")
+        lib.need(is_fp8_kvcache == (k_cache.dtype != torch.bfloat16) and (is_fp8_kvcache or lib.bf16), "only FP8 here")
+        lib.need(indices is not None and not causal and head_dim_v == 512, "only sparse here")
         plan = (tile_scheduler_metadata, num_splits)
         return lib.decode(q, k_cache, indices, softmax_scale, plan=plan)[:2]
 

@@ -9,12 +9,13 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 
 import deepgemm_standins
 import pytest
 from fake_plugins import musa
-from flashmla_standins import Library, modules, tensors_module
+from flashmla_standins import Library, modules, schedule_object_module, tensors_module
 from simulated_gpu import conforms
 
 from mla_portable.choose import Registry
@@ -128,9 +129,48 @@ def test_a_library_with_an_lse_conforms_in_either_base_whatever_it_leaves_in_emp
         conforms(offering(offered), "musa.flash_mla", "smoke", SPARSE_PREFILL)
 
 
+def test_a_decode_that_reads_both_kinds_of_caches_conforms_for_both():
+    with installed(bf16=True):
+        support = replace(musa.DECODE, kv_layouts=("fp8_ds_mla", "bf16"))
+        words = conforms(
+            offering(flash_mla.decode("musa.flash_mla", musa.ATTENTION, support)), "musa.flash_mla", "quick", SPARSE_DECODE
+        )
+        assert {"fp8_ds_mla", "bf16"} <= words
+
+
+def test_a_layout_that_the_library_does_not_read_is_a_reason_against_it():
+    with installed():
+        support = replace(musa.DECODE, kv_layouts=("fp8_ds_mla", "bf16"))
+        first, _ = flash_mla.decode("musa.flash_mla", musa.ATTENTION, support).check(S5000)
+        assert "only FP8 here" in str(first)
+
+
 def test_rows_that_a_kernel_without_an_lse_leaves_as_they_are_become_zeros():
     with installed(empty_out={64: 7.0}):
         conforms(machine(), "musa.flash_mla", "smoke", SPARSE_DECODE, SPARSE_PREFILL)
+
+
+@pytest.mark.parametrize("sunk_out", [0.0, 5.0])
+def test_a_sink_is_applied_by_the_kernel_where_there_is_no_lse_to_apply_it_with(sunk_out):
+    """To padded heads too, in either primitive, and rows without a valid index are zero however the kernel leaves them."""
+
+    def alone(function):
+        return wraps(function)(lambda *args, **kwargs: function(*args, **kwargs)[0])
+
+    library = Library(num_sms=S5000.num_sms, sunk_out=sunk_out)
+    module = schedule_object_module("mate.flashmla", library)
+    module.flash_mla_with_kvcache = alone(module.flash_mla_with_kvcache)
+    module.flash_mla_sparse_fwd = alone(module.flash_mla_sparse_fwd)
+    declared = {"lse": False, "attn_sink": True, "max_topk": None}
+    with modules(mate__flashmla=module):
+        forget_copies()
+        offered = offering(
+            flash_mla.decode("musa.flash_mla", musa.ATTENTION, replace(musa.DECODE, **declared)),
+            flash_mla.prefill("musa.flash_mla", musa.ATTENTION, replace(musa.PREFILL, **declared)),
+        )
+        words = conforms(offered, "musa.flash_mla", "quick", SPARSE_DECODE, SPARSE_PREFILL)
+        forget_copies()
+    assert any("plus_inf" in word for word in words)
 
 
 def test_an_lse_is_refused_where_the_library_has_none():

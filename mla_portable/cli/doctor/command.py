@@ -184,6 +184,7 @@ def _served(diagnosis: Diagnosis, choice: PrimitiveChoice) -> list[str]:
     costs = {each.implementation: f"{each.cost:g} {each.cost_source.partition(' ')[0]}" for each in examined}
     partly = {each.implementation for each in examined if each.partly}
     working = partly | {each.implementation for each in examined if not each.reasons}
+    working -= {each.implementation for each in examined if each.low}
     others = [f"{name} ({costs[name]})" for name in choice.ranking if name in working and name != choice.chosen]
     why = f"forced by {choice.control}" if choice.forced else f"cost {costs[choice.chosen]}" if choice.chosen else ""
     why += ", for some requests" if choice.chosen in partly else ""
@@ -199,6 +200,7 @@ def _implementations(diagnosis: Diagnosis) -> Iterator[RenderableType]:
                 f"{each.cost:g} {each.cost_source.partition(' ')[0]}",
                 ("for some requests; " if each.partly else "")
                 + ("; ".join(map(str, each.reasons)) or "works")
+                + each.remark
                 + (f" ({each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms)" if each.probe else ""),
             ]
             for each in found

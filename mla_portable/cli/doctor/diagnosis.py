@@ -18,6 +18,7 @@ from mla_portable.choose import PluginReport, Policy, ProbeReport, Registry
 from mla_portable.choose.faults import first_line, is_fatal
 from mla_portable.choose.probe import Unjudged
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
+from mla_portable.contracts.support import ONLY_WHEN_FORCED
 from mla_portable.times.files import TimesFile
 
 _PORTABLE: Final = 50.0
@@ -48,6 +49,7 @@ class Examined:
         cost, cost_source: what it is ranked by for a call of which only the primitive is known.
         reasons: all that speak against it; empty means that it works. probe: what its probe found, None where it was not
             tried because it does not claim the device, or because the probe itself broke down.
+        low: its accuracy; it is chosen only when forced.
     """
 
     implementation: str
@@ -56,6 +58,12 @@ class Examined:
     cost_source: str
     reasons: tuple[Reason, ...]
     probe: ProbeReport | None
+    low: bool = False
+
+    @property
+    def remark(self) -> str:
+        """Behind its state, "" for most."""
+        return f" (low accuracy: {ONLY_WHEN_FORCED})" if self.low else ""
 
     @property
     def partly(self) -> bool:
@@ -252,7 +260,7 @@ def _examine(
                 remedy = f"{repair}set MLA_PORTABLE_DISABLE={implementation.backend}"
                 problems.append(Problem(what, remedy, fatal=True))
         cost = costs.get((name, primitive), (implementation.preference, "declared"))
-        yield Examined(name, primitive, *cost, reasons, report)
+        yield Examined(name, primitive, *cost, reasons, report, implementation.support.accuracy == "low")
 
 
 def _decisions(registry: Registry, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Decision]:

@@ -50,7 +50,7 @@ def make_attention(workshop: Workshop, case: KernelCase) -> BenchProblem:
         slots = indices[judged].long().flatten()
         named = (taken_rows(layout, kv, slots) if paged else flat[slots]).cpu()  # [n * K, row]
         own = torch.arange(named.shape[0]).view(-1, topk)
-        return attend(q[judged], named, own, softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
+        return attend(q[judged], named, own, softmax_scale=SOFTMAX_SCALE, kv_layout=layout.name)
 
     def judge(results: Results) -> Iterator[Finding]:
         got = {name: value.reshape(rows, heads, *value.shape[decode + 2 :])[judged] for name, value in results.items()}

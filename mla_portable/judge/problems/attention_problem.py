@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleKind, ScheduleLimits, StepLengths
 from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.judge.problems import draw
-from mla_portable.judge.problems.attention import SOFTMAX_SCALE, attend, findings, score_terms
+from mla_portable.judge.problems.attention import LOW, LOW_QUERIES, SOFTMAX_SCALE, attend, findings, score_terms
 from mla_portable.judge.problems.base import Params
 from mla_portable.judge.problems.compare import Finding
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
@@ -130,7 +130,7 @@ class AttentionParams(Params):
     @property
     def storage_name(self) -> str:
         """What the tolerance table calls it."""
-        return self.scale_format or "bf16"
+        return LOW if self.accuracy == "low" else LAYOUTS[self.kv_layout].tolerance_of(self.scale_format)
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
@@ -193,6 +193,8 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     layout = LAYOUTS[params.kv_layout]
     kv = _vast_kv(params, stage, g) if params.blocks == "address" else _kv(params, stage, "kv", g)
     q = draw.queries(params.rows, params.heads, layout, params.size, g)
+    if params.accuracy == "low":
+        q = q * LOW_QUERIES
     if params.nope:
         q = q[..., : layout.value_width].contiguous()
     keys, extra = _drawn(params, kv, g, 0), None
@@ -289,7 +291,8 @@ class _Oracle:
     """The oracle's results of some rows of a problem."""
 
     def __init__(self, params: AttentionParams, drawn: Drawn) -> None:
-        self._scale, self._drawn = params.softmax_scale, drawn
+        self._drawn = drawn
+        self._stated: dict[str, Any] = {"softmax_scale": params.softmax_scale, "kv_layout": params.kv_layout}
 
     def _of(self, rows: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         """Arguments for rows [n]: queries [n, H, key width], cache and indices [n, K]; lengths [n] and the second cache."""
@@ -301,7 +304,7 @@ class _Oracle:
         keys, extra, more = self._drawn.keys, self._drawn.extra, listed("", self._drawn.keys)
         if extra is not None:
             more |= {"extra_kv_cache": extra.original_kv, **listed("extra_", extra)}
-        return (self._drawn.q[rows], keys.original_kv, more.pop("indices")), more | {"softmax_scale": self._scale}
+        return (self._drawn.q[rows], keys.original_kv, more.pop("indices")), more | self._stated
 
     def expected(self, rows: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """out [n, H, 512] and lse [n, H], float64."""

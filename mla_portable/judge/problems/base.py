@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -44,10 +44,12 @@ class Params(ABC):
     Attributes:
         run: "once"; "repeat", two calls that must agree bit for bit; "graph", captured, then replayed on other inputs;
             "batches", rows in batches of several sizes, which must agree bit for bit.
+        accuracy: the class by whose tolerances results are judged (`Support.accuracy`).
     """
 
     primitive: ClassVar[Primitive[Any]]
     run: str = "once"
+    accuracy: str = "standard"
 
     asks: ClassVar[str] = ""
     """What a request states, "field" or "field=parameter"; a feature is asked for by any word but "none"."""
@@ -58,7 +60,7 @@ class Params(ABC):
         """The parameters as words of an id."""
         usual = {each.name: each.default for each in fields(self)}
         found: list[str] = []
-        for template in f"{self.says} {{run}}".split():
+        for template in f"{self.says} {{accuracy}} {{run}}".split():
             name = template[template.index("{") + 1 : template.index("}")]
             value = getattr(self, name)
             if template.endswith("!") or (value != usual.get(name) and value is not None and value is not False):
@@ -113,7 +115,8 @@ class Params(ABC):
 
     def request(self, device: DeviceFacts) -> Request:
         """What this case asks of the registry."""
-        asked = self.asked(device, {each.name: getattr(self, each.name) for each in fields(self)})
+        names = [*(word.rpartition("=")[2] for word in self.asks.split()), *(each.name for each in fields(self))]
+        asked = self.asked(device, {name: getattr(self, name) for name in names})
         return asked.but(graph=self.run == "graph", batch_invariant=self.run == "batches")
 
     @abstractmethod
@@ -208,6 +211,7 @@ def cases_for(implementation: Implementation, device: DeviceFacts, level: str) -
         return ()
     cases: dict[str, Case] = {}
     for params in problems.params(implementation, device, level):
+        params = replace(params, accuracy=implementation.support.accuracy)
         request = params.request(device)
         if not implementation.support.reasons(request):
             case = Case(implementation.name, params, request)

@@ -19,7 +19,7 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request
 from mla_portable.judge.problems.compare import Finding
 from mla_portable.judge.problems.stage import Results
-from mla_portable.layouts import BF16, INDEX_FP8, LAYOUTS, SCALE_FORMATS, CacheLayout
+from mla_portable.layouts import BF16, INDEX_FP8, LAYOUTS, TOLERANCES, CacheLayout, scale_formats
 
 BLOCK_SIZE: Final = 64
 HEADS: Final = (16, 32, 64, 128)
@@ -102,9 +102,11 @@ class KernelCase:
         known = self.primitive.layouts
         if self.kv_layout is not None and self.kv_layout not in known:
             raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=f"one of {', '.join(known)}")
-        if self.scale_format not in SCALE_FORMATS:
-            expected = f"one of {', '.join(SCALE_FORMATS)}"
+        if self.scale_format not in scale_formats():
+            expected = f"one of {', '.join(scale_formats())}"
             raise InvalidArgument(where, "scale_format", got=repr(self.scale_format), expected=expected)
+        if self.kv_layout is not None:  # a plugin's layout has scale formats of its own
+            object.__setattr__(self, "scale_format", LAYOUTS[self.kv_layout].scale_format_near(self.scale_format))
         if not 0 <= self.overlap <= 100:
             raise InvalidArgument(where, "overlap", got=self.overlap, expected="0 to 100 percent")
         if bench.width is not None and self.width < (self.topk or 0):
@@ -121,12 +123,16 @@ class KernelCase:
     @property
     def storage(self) -> str:
         """The tolerance table's word for what the rows hold."""
-        return self.scale_format if _is_quantized(self.kv_layout) else "bf16"
+        if self.kv_layout is None:
+            return TOLERANCES[0]
+        layout = LAYOUTS[self.kv_layout]
+        return layout.tolerance_of(self.scale_format if layout.is_quantized else None)
 
     @property
     def shape(self) -> str:
         """The sizes in words, scales that are not the usual ones behind them; with primitive and layout it names the case."""
-        return _bench(self.primitive).shape(self) + (f", {self.scale_format} scales" if self.storage == "amax" else "")
+        scales = _is_quantized(self.kv_layout) and self.scale_format == "amax"
+        return _bench(self.primitive).shape(self) + (f", {self.scale_format} scales" if scales else "")
 
     def __str__(self) -> str:
         return " ".join(word for word in (str(self.primitive), self.kv_layout, self.shape) if word)

@@ -17,8 +17,16 @@ from mla_portable.judge.problems.base import STRENGTH, Params, Problems
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Symptom, field_of, same_bits
 from mla_portable.judge.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged, paged_cache, shuffled, vast
-from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, fp8_row, put_row, v4_row
-from mla_portable.judge.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
+from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, fp8_row, plugin_layout, put_row, put_token, v4_row
+from mla_portable.judge.problems.shapes import (
+    block_sizes,
+    can_capture,
+    can_hold_vast,
+    plain_axes,
+    scales_of,
+    storage_asked,
+    storages,
+)
 from mla_portable.judge.problems.stage import Judge, Problem, Results, Stage
 from mla_portable.layouts import E4M3_MAX, FP8_DS_MLA, FP8_V4, KV_LORA_RANK, LAYOUTS, SCALE_GROUP, CacheLayout
 from mla_portable.primitives import CACHE_WRITE
@@ -32,13 +40,24 @@ _JUDGED_TOKENS: Final = 64
 """Tokens of a timed write that the oracle judges."""
 
 
-def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> Tensor:
+def cache_write(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale_format: str = "pow2",
+    kv_layout: str | None = None,
+) -> Tensor:
     """The cache [blocks, block_size, width], contiguous, as it must be after the write; `kv_cache` is left alone."""
     latent, rope = kv_c.cpu().double(), k_pe.cpu().double()
     cache = kv_cache.detach().cpu().clone(memory_format=torch.contiguous_format)
-    blocks, block_size, width = cache.shape
+    own, (blocks, block_size, width) = plugin_layout(kv_layout), cache.shape
     for token, slot in enumerate(slot_mapping.tolist()):
         if not 0 <= slot < blocks * block_size:
+            continue
+        if own is not None:
+            put_token(cache, slot, latent[token], rope[token], scale_format, own)
             continue
         if cache.dtype == torch.bfloat16:
             row = torch.cat([latent[token], rope[token]]).to(torch.bfloat16)
@@ -101,7 +120,7 @@ class WriteParams(Params):
         parts = values.split([layout.value_width, layout.rope_width], dim=-1)
         tokens = {name: part.contiguous() for name, part in zip(self.names[:-1], parts, strict=False)}
         args = {name: stage.read(name, part, strided=self.inputs == "views") for name, part in tokens.items()}
-        write = partial(self.primitive.problems.oracle, *tokens.values(), scale_format=scale_format)
+        write = partial(self.primitive.problems.oracle, *tokens.values(), scale_format=scale_format, kv_layout=self.kv)
         if far:
             view, slots, judge = self._far(layout, stage, write)
         else:
@@ -198,7 +217,7 @@ def edges(count: int, width: int, generator: torch.Generator) -> Tensor:
             group.zero_()
             group[::2] = -0.0
         elif kind == 1:  # amax / 448 is a power of two: values that are e4m3 already, ties between them, none to clip
-            group.copy_(torch.arange(SCALE_GROUP) * 3.5 * exponent)
+            group.copy_(torch.arange(len(group)) * 3.5 * exponent)
             group[-1] = E4M3_MAX * exponent
         elif kind == 2:  # just above: the next power of two
             group.mul_(0.01)
@@ -207,9 +226,9 @@ def edges(count: int, width: int, generator: torch.Generator) -> Tensor:
             group.mul_(2.0**-12)
         elif kind == 4:  # one value drowns the others
             group.mul_(2.0**-8)
-            group[64] = 30000.0
+            group[len(group) // 2] = 30000.0
         else:
-            group.copy_(torch.linspace(-1, 1, SCALE_GROUP) * exponent)
+            group.copy_(torch.linspace(-1, 1, len(group)) * exponent)
     return values
 
 
@@ -249,7 +268,7 @@ def write_variants(request: Request, support: Support) -> Iterator[tuple[str, Re
     if layout is not None and not layout.is_quantized:
         yield "skip", request
     else:
-        for scale_format in support.scale_formats if layout is None else layout.scale_formats_of(support.scale_formats):
+        for scale_format in support.scale_formats if layout is None else scales_of(support, layout):
             yield f"skip, {scale_format} scales", request.but(scale_format=scale_format)
 
 
@@ -271,7 +290,9 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     def judge(results: Results) -> Iterator[Finding]:
         count = judged.shape[0]
         blank = torch.zeros(count, 1, layout.row_width, dtype=layout.dtype)
-        want = cache_write(kv_c[judged], k_pe[judged], blank, torch.arange(count), scale_format=case.scale_format)
+        want = cache_write(
+            kv_c[judged], k_pe[judged], blank, torch.arange(count), scale_format=case.scale_format, kv_layout=layout.name
+        )
         got = draw.taken_rows(layout, results["cache"], slots[judged]).cpu()
         yield from findings(case.storage, {"cache": got}, {"cache": want[:, 0]})
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import CACHE_ALIGNMENT
-from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
+from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, plugin_layout
 from mla_portable.layouts import SCALE_GROUP, CacheLayout
 
 PATTERNS: Final = ("dense", "holes", "front", "middle", "end", "absent", "corpus", "duplicates", "first", "last")
@@ -90,8 +91,8 @@ def cached_rows(
 ) -> Tensor:
     """[count, row_bytes] uint8: tokens as the cache holds them, of a size in SIZES; groups of a token differ by up to 2^4."""
     values = torch.randn(count, layout.key_width, generator=g)
-    loudness = 2.0 ** torch.randint(-3, 2, (count, layout.key_width // 64), generator=g).repeat_interleave(64, dim=-1)
-    values = values * loudness
+    loudness = 2.0 ** torch.randint(-3, 2, (count, -(-layout.key_width // 64)), generator=g).repeat_interleave(64, dim=-1)
+    values = values * loudness[:, : layout.key_width]
     if size == "large":
         values *= 8
     elif size == "loud_keys":
@@ -172,7 +173,24 @@ def paged_cache(layout: CacheLayout, num_blocks: int, block_size: int, *, stride
     """Likewise of a layout, with blocks `block_stride` apart; the first one is at a multiple of CACHE_ALIGNMENT."""
     gap_bytes = block_stride(layout, block_size, strided=strided, alignment=alignment) - block_size * layout.row_bytes
     cache = paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap_bytes, alignment=CACHE_ALIGNMENT)
-    return replace(cache, layout=layout)
+    cache = replace(cache, layout=layout)
+    if plugin_layout(layout.name) is not None:
+        slots = torch.arange(num_blocks * block_size)
+        cache.put(slots, poison(layout).expand(len(slots), -1))
+    return cache
+
+
+def poison(layout: CacheLayout) -> Tensor:
+    """[row_bytes] uint8: a row that must not be read. NaN where the layout has any, else its largest numbers.
+
+    Bytes of 0xFF where these are NaN, as they are in every layout of the core.
+    """
+    ones = torch.full((1, layout.row_bytes), 0xFF, dtype=torch.uint8)
+    made = (torch.full((1, layout.key_width), value, dtype=torch.float64) for value in (math.nan, 2.0**15))
+    width = layout.value_width
+    packed = (layout.pack(each[:, :width], each[:, width:], (layout.scale_formats or (None,))[0]) for each in made)
+    rows = [ones, *(each.view(torch.uint8) for each in packed)]
+    return next((row[0] for row in rows if layout.split(row.view(layout.dtype), torch.float64)[0].isnan().all()), rows[-1][0])
 
 
 def block_stride(layout: CacheLayout, block_size: int, *, strided: bool = False, alignment: int = 1) -> int:
@@ -209,7 +227,7 @@ def vast(layout: CacheLayout, block_size: int, device: torch.device) -> tuple[Te
     storage = torch.empty(num_slots * layout.row_bytes, dtype=torch.uint8, device=device)
     stride = block_size * layout.row_bytes
     rows, view = _views(storage, layout.dtype, layout.row_width, num_blocks, block_size, stride, 0)
-    rows[0, 0] = 0xFF  # where a careless kernel looks for tokens that are absent
+    put_rows(layout, rows, torch.tensor([0]), poison(layout)[None])  # where a careless kernel looks for absent tokens
     ends = [torch.arange(1, 9), torch.arange(boundary - 8, boundary + 8), torch.arange(num_slots - 8, num_slots)]
     return view, rows, torch.cat(ends)
 

@@ -5,6 +5,9 @@ The oracles judge every backend, the reference among them, so they share no code
 formula of the format, rounding is a search for the nearest value. They read the very bytes that a kernel reads: what
 quantisation lost is not charged to the kernel.
 
+Rows of a layout that a plugin brings are what the plugin says that they are: its `pack`, `split` and `parts`, in float64.
+Whether those are right, its own tests must show.
+
 An oracle takes the arguments of its primitive, wherever these live, and returns new CPU tensors. Indices, counts and bytes are
 exact; attention results are float64. Inputs are taken as well-formed.
 """
@@ -18,10 +21,27 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.layouts import FP8_V4, KV_LORA_RANK, SCALE_GROUP, V4_CODES, V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALE_GROUP
+from mla_portable.layouts import (
+    BF16,
+    BF16_NOPE,
+    FP8_DS_MLA,
+    FP8_NOPE,
+    FP8_V4,
+    INDEX_BF16,
+    INDEX_FP8,
+    KV_LORA_RANK,
+    LAYOUTS,
+    SCALE_GROUP,
+    V4_CODES,
+    V4_ROW_BYTES,
+    V4_SCALE_BYTES,
+    V4_SCALE_GROUP,
+    CacheLayout,
+)
 
 INT32_MIN: Final = -(2**31)
 INT32_MAX: Final = 2**31 - 1
+_DECODED_HERE: Final = frozenset(each.name for each in (BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, INDEX_BF16, INDEX_FP8))
 
 
 def _minifloat(code: int, *, mantissa_bits: int, bias: int) -> float:
@@ -147,6 +167,34 @@ def named_rows(kv: Tensor, slots: Tensor) -> Tensor:
     row = offset * V4_ROW_BYTES + torch.arange(V4_ROW_BYTES, device="cpu")
     scales = kv.shape[1] * V4_ROW_BYTES + offset * V4_SCALE_BYTES + torch.arange(V4_SCALE_BYTES, device="cpu")
     return torch.cat([pages[block, row], pages[block, scales]], dim=1)
+
+
+def plugin_layout(kv_layout: str | None) -> CacheLayout | None:
+    """The layout of that name where it decodes its rows itself; None for one of the core's, which are decoded here."""
+    return None if kv_layout is None or kv_layout in _DECODED_HERE else LAYOUTS[kv_layout]
+
+
+def token_values(kv: Tensor, slots: Tensor, own: CacheLayout | None) -> tuple[Tensor, Tensor]:
+    """latent [n, V] float64 and rotary part [n, R], float64 or bit for bit, of the slots [n] int64 of a cache or workspace.
+
+    own: of `plugin_layout`.
+    """
+    if own is None:
+        rows = named_rows(kv, slots)
+        return latent(rows), rope(rows)
+    if kv.dim() == 2:
+        return own.split(kv[slots], torch.float64)
+    block, offset = slots // kv.shape[1], slots % kv.shape[1]
+    return own.split(torch.cat([part[block, offset] for part in own.parts(kv)], dim=1), torch.float64)
+
+
+def put_token(kv: Tensor, slot: int, latent: Tensor, rope: Tensor, scale_format: str | None, own: CacheLayout) -> None:
+    """Store a token, latent [V] and rope [R] float64, in a paged cache of a plugin's layout."""
+    block, offset = divmod(slot, kv.shape[1])
+    row, first = own.pack(latent[None], rope[None], scale_format)[0], 0
+    for part in own.parts(kv):
+        part[block, offset] = row[first : first + part.shape[2]]
+        first += part.shape[2]
 
 
 def put_row(kv: Tensor, slot: int, row: Tensor) -> None:

@@ -45,9 +45,16 @@ TOLERANCES: Final = {
 
 
 def gather_upconvert(
-    kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    *,
+    out: Tensor,
+    kv_layout: str | None = None,
 ) -> Tensor:
     """The workspace [W, 576] bf16 as it must be afterwards; `out` gives the rows that no request owns, and is left alone."""
+    own = exact.plugin_layout(kv_layout)
     cache, table = kv_cache.detach().cpu(), block_table.cpu().long()
     workspace = out.detach().cpu().clone(memory_format=torch.contiguous_format)
     num_blocks, block_size, _ = cache.shape
@@ -58,18 +65,23 @@ def gather_upconvert(
         inside = column < table.shape[1]
         block[inside] = table[request, column[inside]]
         valid = (block >= 0) & (block < num_blocks)
-        rows = exact.named_rows(cache, block[valid] * block_size + position[valid] % block_size)
+        latent, rope = exact.token_values(cache, block[valid] * block_size + position[valid] % block_size, own)
         # the product is taken in float32, then rounded to bf16
-        latent = exact.latent(rows).to(torch.float32).to(torch.bfloat16)
+        latent = latent.to(torch.float32).to(torch.bfloat16)
         workspace[start + position[~valid]] = 0.0
-        workspace[start + position[valid]] = torch.cat([latent, exact.rope(rows)], dim=1)
+        workspace[start + position[valid]] = torch.cat([latent, rope.to(torch.bfloat16)], dim=1)
     return workspace
 
 
 def findings(
-    storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, owned: Tensor | None = None
+    storage: str,
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    *,
+    owned: Tensor | None = None,
+    width: int = KV_LORA_RANK,
 ) -> Iterator[Finding]:
-    """Rows of workspaces [n, key width]. owned: [n] bool, the rows of a request, all where it is None."""
+    """Rows of workspaces [n, key width]. owned: [n] bool, the rows of a request, all where it is None. width: of the latent."""
     got_rows, want_rows = got["out"].cpu(), want["out"]
     mine = torch.ones(len(want_rows), dtype=torch.bool) if owned is None else owned
 
@@ -82,14 +94,14 @@ def findings(
         return said
 
     yield same_bits("rows that no request owns", got_rows[~mine], want_rows[~mine], symptom=symptom(~mine, 0))
-    rope, want_rope = got_rows[mine, KV_LORA_RANK:], want_rows[mine, KV_LORA_RANK:]
-    latent, want_latent = got_rows[mine, :KV_LORA_RANK], want_rows[mine, :KV_LORA_RANK]
+    rope, want_rope = got_rows[mine, width:], want_rows[mine, width:]
+    latent, want_latent = got_rows[mine, :width], want_rows[mine, :width]
     limit = limit_of(TOLERANCES, storage, "latent")
     if limit.exact:
         yield same_bits("latent", latent, want_latent, symptom=symptom(mine, 0))
     else:
         yield close("latent", latent, want_latent.double(), limit, symptom=symptom(mine, 0))
-    yield same_bits("rope", rope, want_rope, symptom=symptom(mine, KV_LORA_RANK))
+    yield same_bits("rope", rope, want_rope, symptom=symptom(mine, width))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,12 +203,14 @@ class GatherUpconvertParams(Params):
             torch.tensor(lens, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
             out=stage.writes["out"].view.cpu(),
+            kv_layout=self.kv,
         )
         is_owned = torch.zeros(num_rows, dtype=torch.bool)
         for start, length in zip(starts, lens, strict=True):
             is_owned[max(start, 0) : max(start + length, 0)] = True
 
-        judge = partial(findings, self.scale_format or "bf16", want={"out": want}, owned=is_owned)
+        storage = layout.tolerance_of(self.scale_format)
+        judge = partial(findings, storage, want={"out": want}, owned=is_owned, width=layout.value_width)
         args = {"kv_cache": kv_placed, "block_table": table_placed, "seq_lens": lens_placed, "workspace_starts": starts_placed}
         return Problem(stage, args, {"out": out}, {"out": ((num_rows, layout.key_width), torch.bfloat16)}, judge)
 
@@ -259,8 +273,8 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         own = torch.arange(count, dtype=torch.int32).view(1, -1)
         blank = torch.zeros(count, layout.key_width, dtype=torch.bfloat16)
         each = taken_rows(layout, cached, slots).unsqueeze(1)  # [n, 1, row], blocks of one token
-        want = gather_upconvert(each, own, torch.tensor([count]), torch.tensor([0]), out=blank)
-        yield from findings(case.storage, {"out": results["out"][judged]}, {"out": want})
+        want = gather_upconvert(each, own, torch.tensor([count]), torch.tensor([0]), out=blank, kv_layout=layout.name)
+        yield from findings(case.storage, {"out": results["out"][judged]}, {"out": want}, width=layout.value_width)
 
     arguments = {"kv_cache": cached, "block_table": table, "seq_lens": lens, "workspace_starts": starts, "out": out}
     request = workshop.request(case, block_size=block_size)

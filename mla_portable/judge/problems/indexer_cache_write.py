@@ -14,7 +14,7 @@ from torch import Tensor
 from mla_portable.judge.problems.base import Problems
 from mla_portable.judge.problems.cache_write import WriteParams, findings, write_of_request, write_params, write_variants
 from mla_portable.judge.problems.compare import BITS
-from mla_portable.judge.problems.exact import float32, nearest_code
+from mla_portable.judge.problems.exact import float32, nearest_code, plugin_layout, put_token
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_CACHE_WRITE
 
@@ -24,14 +24,19 @@ def _scale(key: Tensor, scale_format: str) -> float:
     return 2.0 ** math.ceil(math.log2(share)) if scale_format == "pow2" else float(float32(torch.tensor(share).double()))
 
 
-def indexer_cache_write(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> Tensor:
+def indexer_cache_write(
+    k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2", kv_layout: str | None = None
+) -> Tensor:
     """The cache [blocks, block_size, width], contiguous, as it must be after the write; `index_cache` is left alone."""
     keys = k.cpu().double()
     cache = index_cache.detach().cpu().clone(memory_format=torch.contiguous_format)
-    blocks, size, width = cache.shape
+    own, (blocks, size, width) = plugin_layout(kv_layout), cache.shape
     pages = cache.view(blocks, size * width)
     for token, slot in enumerate(slot_mapping.tolist()):
         if not 0 <= slot < blocks * size:
+            continue
+        if own is not None:
+            put_token(cache, slot, keys[token], keys[token, :0], scale_format, own)
             continue
         page, at = pages[slot // size], slot % size
         if cache.dtype == torch.bfloat16:

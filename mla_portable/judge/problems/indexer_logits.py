@@ -41,9 +41,11 @@ def indexer_logits(
     block_table: Tensor,
     *,
     out: Tensor,
+    kv_layout: str | None = None,
 ) -> Tensor:
     """[T, N] float64; of `out` only the shape is looked at."""
-    return written(*scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, out.shape[1]))[0]
+    pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
+    return written(*scored(*pages, out.shape[1], kv_layout=kv_layout))[0]
 
 
 def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
@@ -81,7 +83,7 @@ class IndexerLogitsParams(PageParams):
         pages = self.pages(seed, stage)
         width = {"exact": pages.longest, "narrow": 3, "wide": pages.capacity + 5}[self.width]
         out = stage.write("out", (pages.args["q"].shape[0], width), torch.float32, strided=self.outputs == "views")
-        expected, terms = written(*scored(**pages.arguments, width=width, share=self.held))
+        expected, terms = written(*scored(**pages.arguments, width=width, share=self.held, kv_layout=self.kv))
         want = {"out": expected, "terms": terms, "weights": pages.arguments["weights"]}
         judge = partial(findings, format_of(pages.arguments["q"]), want=want)
         return Problem(stage, dict(pages.args), {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)

@@ -16,7 +16,7 @@ from mla_portable.contracts.share import WHOLE
 from mla_portable.judge.problems.base import STRENGTH, Params
 from mla_portable.judge.problems.compare import Tolerance
 from mla_portable.judge.problems.draw import PAIR_BLOCK, generator, paged, shuffled, vast
-from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, e4m3_values
+from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, e4m3_values, plugin_layout, token_values
 from mla_portable.judge.problems.shapes import (
     MANY_ROWS,
     block_sizes,
@@ -29,7 +29,7 @@ from mla_portable.judge.problems.shapes import (
     storages,
 )
 from mla_portable.judge.problems.stage import Stage
-from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
+from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, CacheLayout, index_query_dtype
 
 P = TypeVar("P", bound="PageParams")
 Q = TypeVar("Q", bound=Params)
@@ -68,9 +68,11 @@ def query_values(q: Tensor) -> Tensor:
     return e4m3_values(q.view(torch.uint8)) if q.dtype == torch.float8_e4m3fn else q.double()
 
 
-def key_values(cache: Tensor, block: int) -> Tensor:
-    """The keys [block_size, 128] float64 of a block, on the CPU, products with scales not rounded."""
+def key_values(cache: Tensor, block: int, own: CacheLayout | None = None) -> Tensor:
+    """The keys [block_size, 128] float64 of a block, on the CPU, products with scales not rounded. own: of `plugin_layout`."""
     size = cache.shape[1]
+    if own is not None:
+        return token_values(cache[block : block + 1].cpu(), torch.arange(size, device="cpu"), own)[0]
     page = cache[block].flatten().cpu()  # a block is whole, though blocks may lie apart
     if cache.dtype == torch.bfloat16:
         return page.view(size, INDEX_HEAD_SIZE).double()
@@ -231,9 +233,13 @@ class PageParams(Params):
         """Write random keys, some of NaN as `absent` says, to rows `at` [n] of blocks [n] of a cache."""
         layout = LAYOUTS[self.kv]
         keys = torch.randn(len(block), INDEX_HEAD_SIZE, generator=g)
+        own = plugin_layout(self.kv)
+        if own is not None and absent != "none":  # what becomes of NaN is the layout's to say
+            keys[2::5] = math.nan
         rows, parts = layout.pack(keys, keys[:, :0], self.scale_format).to(cache.device), layout.parts(cache)
         stored = rows.split([part.shape[2] for part in parts], dim=1)
-        spoil(absent, stored[0], stored[1] if len(stored) > 1 else None)
+        if own is None:
+            spoil(absent, stored[0], stored[1] if len(stored) > 1 else None)
         for part, values in zip(parts, stored, strict=True):
             part[block.to(cache.device), at.to(cache.device)] = values
 
@@ -394,12 +400,14 @@ def scored(
     block_table: Tensor,
     width: int,
     share: ContextShare = WHOLE,
+    kv_layout: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[T, width] float64 on the CPU: the meaning of indexer_logits, token by token and block by block, and what sums add.
 
     Columns are positions of whole sequences; those of other ranks than that of `share` are -inf. NaN stays NaN: see `written`.
+    kv_layout: of the cache; None for any of the core's.
     """
-    queries, factors = query_values(q), weights.detach().cpu().double()
+    layout, queries, factors = plugin_layout(kv_layout), query_values(q), weights.detach().cpu().double()
     cache, table = index_cache.detach(), block_table.cpu()
     num_blocks, block_size, _ = cache.shape
     logits = torch.full((q.shape[0], width), -math.inf, dtype=torch.float64, device="cpu")
@@ -417,7 +425,7 @@ def scored(
             block = int(table[request, column])
             if not 0 <= block < num_blocks:
                 continue
-            keys = key_values(cache, block)
+            keys = key_values(cache, block, layout)
             for token in tokens:
                 own = last - (starts[request + 1] - 1 - token)
                 end = int((position < min(own + 1, width)).sum())

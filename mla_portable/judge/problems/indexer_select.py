@@ -60,13 +60,14 @@ def indexer_select(
     interleave: int = 1,
     out: Tensor | None = None,
     scores_out: Tensor | None = None,
+    kv_layout: str | None = None,
 ) -> Tensor:
     """[T, N] float64: the scores that positions are chosen by, -inf where none may be and NaN where the score is.
 
     N is what the table reaches.
     """
     share, width = ContextShare(dcp_size, dcp_rank, interleave), block_table.shape[1] * index_cache.shape[1] * dcp_size
-    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, width, share)[0]
+    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, width, share, kv_layout)[0]
 
 
 def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, ordered: bool = True) -> Iterator[Finding]:
@@ -173,7 +174,7 @@ class IndexerSelectParams(PageParams):
         if self.outputs != "fresh":
             keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
         share = self.held
-        expected, terms = scored(**pages.arguments, width=pages.capacity, share=share)
+        expected, terms = scored(**pages.arguments, width=pages.capacity, share=share, kv_layout=self.kv)
         want = {"out": expected, "terms": terms}
         judge = partial(findings, format_of(pages.arguments["q"]), want=want, ordered=self.order != "none")
         if self.share != "none":
@@ -274,7 +275,8 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         owner = judged if requests > 1 else torch.zeros_like(judged)
         own = torch.full_like(judged, context) if requests > 1 else context - (tokens - 1 - judged)
         starts = torch.arange(count + 1, dtype=int32)
-        return scored(q[judged], weights[judged].float(), index_cache, starts, own, table[owner], columns * BLOCK_SIZE)
+        pages = q[judged], weights[judged].float(), index_cache, starts, own, table[owner]
+        return scored(*pages, columns * BLOCK_SIZE, kv_layout=layout.name)
 
     def judge(results: Results) -> Iterator[Finding]:
         expected = dict[str, Tensor](zip(("out", "terms"), wanted(), strict=True))

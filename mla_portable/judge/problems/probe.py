@@ -11,7 +11,7 @@ and causes no device fault.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -65,7 +65,8 @@ def probe_cases(implementation: Implementation, device: DeviceFacts, layout: str
     request = Request(implementation.primitive, device, kv_layout=layout, rows=problems.rows or PROBE_ROWS)
     request = _complete(request, implementation, problems)
     for number, (name, asked) in enumerate(problems.variants(request, implementation.support)):
-        yield ProbeCase(name, asked, problems.of_request(asked, name), repeat=number == 0)
+        params = replace(problems.of_request(asked, name), accuracy=implementation.support.accuracy)
+        yield ProbeCase(name, asked, params, repeat=number == 0)
 
 
 def request_case(implementation: Implementation, request: Request) -> Iterator[ProbeCase]:
@@ -92,7 +93,8 @@ def request_case(implementation: Implementation, request: Request) -> Iterator[P
     asked = asked.but(rows=asked.rows or rows)
     sizes = " ".join(f"{name}={getattr(asked, name)}" for name in problems.sizes if getattr(asked, name) is not None)
     name = " ".join(filter(None, ("request", sizes)))
-    yield ProbeCase(name, asked, problems.of_request(asked.but(rows=rows), name), repeat=True)
+    params = replace(problems.of_request(asked.but(rows=rows), name), accuracy=implementation.support.accuracy)
+    yield ProbeCase(name, asked, params, repeat=True)
 
 
 def _complete(request: Request, implementation: Implementation, problems: Problems) -> Request:
@@ -126,6 +128,7 @@ def _complete(request: Request, implementation: Implementation, problems: Proble
         filled.pop("block_size", None)  # the rows of a workspace are flat
     if request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized:
         # what is declared is what is compared: a user may allow more than that, at a loss
-        wanted = request.scale_format or getattr(params, "scale_format", None)
-        filled["scale_format"] = wanted if wanted in support.scale_formats else support.scale_formats[0]
+        wanted, declared = request.scale_format or getattr(params, "scale_format", None), support.scale_formats
+        own = LAYOUTS[request.kv_layout].scale_formats_of(declared) or declared
+        filled["scale_format"] = wanted if wanted in declared else own[0]
     return request.but(**filled)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from mla_portable.contracts import DeviceFacts, Implementation, Promises, Request
+from mla_portable.contracts import DeviceFacts, Implementation, Promises, Request, Support
 from mla_portable.judge.problems.cover import Choice
 from mla_portable.layouts import BF16, LAYOUTS, CacheLayout
 
@@ -46,12 +46,15 @@ def accepted(implementation: Implementation, facts: DeviceFacts, field: str, can
 
 def storages(implementation: Implementation) -> list[Storage]:
     """The caches that the implementation claims to read or write."""
-    support = implementation.support
-    return [
-        (name, scale_format)
-        for name in implementation.layouts
-        for scale_format in (LAYOUTS[name].scale_formats_of(support.scale_formats) if LAYOUTS[name].is_quantized else (None,))
-    ]
+    layouts = [LAYOUTS[name] for name in implementation.layouts]
+    return [(each.name, scale_format) for each in layouts for scale_format in scales_of(implementation.support, each)]
+
+
+def scales_of(support: Support, layout: CacheLayout) -> tuple[str | None, ...]:
+    """The scale formats of a layout that an implementation claims; (None,) where it has none."""
+    if not layout.is_quantized:
+        return (None,)
+    return layout.scale_formats if support.kv_layouts is None else layout.scale_formats_of(support.scale_formats)
 
 
 def one_storage_each(storages: Iterable[Storage]) -> list[Storage]:

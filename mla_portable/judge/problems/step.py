@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Batch, InvalidArgument
 from mla_portable.judge.problems.bench import KernelCase
-from mla_portable.layouts import HEAD_SIZE, INDEX_FP8, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS, layout_names
+from mla_portable.layouts import HEAD_SIZE, INDEX_FP8, KV_LORA_RANK, LAYOUTS, layout_names, scale_formats
 from mla_portable.models import DEEPSEEK_V32
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -104,9 +104,11 @@ class StepShape:
         if self.kv_layout not in layout_names():
             expected = f"one of {', '.join(layout_names())}"
             raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=expected)
-        if self.scale_format not in SCALE_FORMATS:
-            expected = f"one of {', '.join(SCALE_FORMATS)}"
+        if self.scale_format not in scale_formats():
+            expected = f"one of {', '.join(scale_formats())}"
             raise InvalidArgument(where, "scale_format", got=repr(self.scale_format), expected=expected)
+        # a plugin's layout has scale formats of its own
+        object.__setattr__(self, "scale_format", LAYOUTS[self.kv_layout].scale_format_near(self.scale_format))
 
     @property
     def num_reqs(self) -> int:

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AMD Instinct for mla_portable: the plugin, which adapts operations of AITER.
+
+Registers an implementation for each row of `PROVIDERS`. AITER is imported by `check`, on a device that is AMD's and of an
+architecture for which it has kernels. The core recognises the devices. Portable Triton kernels stand at 50, plain torch at
+1000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Reason, Registrar, Request, Support, hookimpl
+from mla_portable.layouts import INDEX_FP8
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    INDEXER_CACHE_WRITE,
+    INDEXER_LOGITS,
+    INDEXER_LOGITS_RAGGED,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+    TOPK_SELECT,
+)
+from mla_portable_amd import attention, cache, indexer, selection
+from mla_portable_amd.library import Op, Place
+
+__all__ = ["PROVIDERS", "Provider", "mla_portable_register"]
+
+_SOURCE: Final = "ROCm/aiter e4048607"
+_OCP: Final = ("gfx950",)
+"""The architectures whose e4m3 is OCP's, as that of `index_fp8` is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """One operation that serves one primitive.
+
+    Attributes:
+        variant: the second half of the implementation's name. primitive: what it serves. place: where the operation is.
+        bind: the operation, adapted to the primitive for a request. source: the file of AITER that the limits come from.
+        archs: that have the kernel. limits: further fields of Support.
+    """
+
+    variant: str
+    primitive: Primitive[Any]
+    place: Place
+    bind: Callable[[Op, Request[Any]], Callable[..., Any]]
+    source: str
+    archs: tuple[str, ...]
+    limits: dict[str, Any]
+
+    def check(self, device: DeviceFacts) -> Iterator[Reason]:
+        """The operation is here, and takes the arguments that its adapter passes."""
+        return self.place.reasons()
+
+    def implementation(self) -> Implementation:
+        """What the registry is given. "cpu" is named for stand-ins of AITER: no CPU is AMD's in this sense."""
+        support = Support(
+            source=f"{_SOURCE}, {self.source}",
+            device_types=("cuda", "cpu"),
+            vendors=("amd",),
+            archs=self.archs,
+            probes_graph=True,
+            **self.limits,
+        )
+        return Implementation(
+            name=f"amd.{self.variant}",
+            primitive=self.primitive,
+            support=support,
+            bind=self._bind_request,
+            check=self.check,
+            preference=10,
+        )
+
+    def _bind_request(self, request: Request[Any]) -> Callable[..., Any]:
+        return self.bind(self.place.find(), request)
+
+
+_MLA_DECODE: Final = Place(
+    ("aiter.mla",),
+    "mla_decode_fwd",
+    ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q"),
+    ("sm_scale", "return_lse", "num_kv_splits", "num_kv_splits_indptr"),
+)
+_PAGED_LOGITS: Final = Place(
+    ("aiter.ops.triton.attention.pa_mqa_logits", "aiter.ops.triton.pa_mqa_logits"),
+    "deepgemm_fp8_paged_mqa_logits",
+    ("q_fp8", "kv_cache", "weights", "out_logits", "context_lens", "kv_indices", "max_model_len"),
+    ("Preshuffle", "KVBlockSize"),
+)
+_LOGITS: Final = Place(
+    ("aiter.ops.triton.attention.fp8_mqa_logits", "aiter.ops.triton.fp8_mqa_logits"),
+    "fp8_mqa_logits",
+    ("Q", "KV", "kv_scales", "weights", "cu_starts", "cu_ends"),
+)
+_TOPK: Final = Place(
+    ("aiter.ops.topk",),
+    "top_k_per_row_prefill",
+    ("logits", "rowStarts", "rowEnds", "indices", "values", "numRows", "stride0", "stride1"),
+    ("k", "stable"),
+)
+_CONCAT: Final = Place(
+    ("aiter.ops.cache",),
+    "concat_and_cache_mla",
+    ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "scale"),
+)
+_INDEX_WRITE: Final = Place(
+    ("aiter.ops.cache",),
+    "indexer_k_quant_and_cache",
+    ("k", "kv_cache", "slot_mapping", "quant_block_size", "scale_fmt"),
+)
+
+
+def _attention(arch: str) -> Iterator[Provider]:
+    """Decode and prefill through one operation, whose kernels have other head counts on each architecture."""
+    limits = {
+        "kv_layouts": ("bf16",),
+        "padded_heads": attention.KERNEL_HEADS[arch],
+        "cache_alignment": 16,
+        "needs_whole_rows": True,
+        "attn_sink": False,
+    }
+    binds = {SPARSE_DECODE: attention.bind_sparse_decode, SPARSE_PREFILL: attention.bind_sparse_prefill}
+    for primitive, bind in binds.items():
+        yield Provider(f"mla_{arch}", primitive, _MLA_DECODE, bind, "aiter/mla.py, csrc/py_itfs_cu/asm_mla.cu", (arch,), limits)
+
+
+_LOGITS_LIMITS: Final = {"kv_layouts": (INDEX_FP8.name,), "num_heads": indexer.HEADS, "nan_keys": False}
+
+PROVIDERS: Final[tuple[Provider, ...]] = (
+    *_attention("gfx942"),
+    *_attention("gfx950"),
+    Provider(
+        "paged_mqa_logits", INDEXER_LOGITS, _PAGED_LOGITS, indexer.bind_indexer_logits,
+        "aiter/ops/triton/attention/pa_mqa_logits.py", _OCP, {**_LOGITS_LIMITS, "block_sizes": (1,)},
+    ),
+    Provider(
+        "mqa_logits", INDEXER_LOGITS_RAGGED, _LOGITS, indexer.bind_indexer_logits_ragged,
+        "aiter/ops/triton/attention/fp8_mqa_logits.py", ("gfx942", "gfx950"), _LOGITS_LIMITS,
+    ),
+    Provider(
+        "topk_per_row", TOPK_SELECT, _TOPK, selection.bind_topk_select,
+        "csrc/kernels/topk_per_row_kernels.cu", ("gfx942", "gfx950"), {"max_topk": selection.MAX_TOPK, "needs_bf16": False},
+    ),
+    Provider(
+        "concat_mla", CACHE_WRITE, _CONCAT, cache.bind_cache_write,
+        "csrc/kernels/cache_kernels.cu", ("gfx942", "gfx950"), {"kv_layouts": ("bf16",), "cache_alignment": 16},
+    ),
+    Provider(
+        "indexer_k_quant", INDEXER_CACHE_WRITE, _INDEX_WRITE, cache.bind_indexer_cache_write,
+        "csrc/kernels/cache_kernels.cu", _OCP,
+        {"kv_layouts": (INDEX_FP8.name,), "scale_formats": ("pow2",), "needs_bf16": False},
+    ),
+)  # fmt: skip
+
+
+@hookimpl
+def mla_portable_register(registrar: Registrar) -> None:
+    """Offer every provider."""
+    for provider in PROVIDERS:
+        registrar.add(provider.implementation())
