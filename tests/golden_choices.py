@@ -30,7 +30,7 @@ from mla_portable.times.prompts import Counts
 RECORD = Path(__file__).with_suffix(".txt")
 PLUGINS = [
     ("reference", "mla_portable.reference"),
-    *((name, f"mla_portable_{name}") for name in ("iluvatar", "nvidia", "triton")),
+    *((name, f"mla_portable_{name}") for name in ("amd", "iluvatar", "nvidia", "triton")),
 ]
 HEADS = (8, 16, 64, 128)
 PROMPTS = ([1000], [8000], [2000, 100, 3000], [16000], [100] * 8)
