@@ -32,6 +32,7 @@ from mla_portable.layouts import INDEX_BF16
 from mla_portable.primitives import INDEXER_SELECT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_ascend import attention, indexer
 from mla_portable_ascend.detector import A2, A3, A5, ARCHS, OVERRIDE, detect, is_override
+from mla_portable_ascend.layouts import C8, C8_E4M3
 from mla_portable_ascend.resolve import TORCH_NPU, VLLM_ASCEND, Op, Place
 
 __all__ = ["PROVIDERS", "Provider", "mla_portable_register"]
@@ -42,6 +43,7 @@ _COPIED: Final = (
     "the operation reads latent and rotary part from two tensors, so each row that is read is copied apart first "
     "(1,152 bytes read, written, split, and read again): a split layout is read in place"
 )
+_PAGES: Final[dict[str, Any]] = {"block_size_multiple": 16, "max_block_size": 1024}
 _A2_HEADS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 _FAULTS: Final = (507011, 507014, 507015, 507016, 507017, 507018, 507034, 507035, 507046, 507053)
 """Codes of the runtime after which a device is lost: time limits and exceptions of its cores. Those of wrong arguments, which
@@ -103,13 +105,29 @@ def _copied() -> Iterator[Provider]:
         yield Provider("sfa_copied_950", primitive, general, (A5,), 20, source, bind, many)
 
 
+def _packed() -> Iterator[Provider]:
+    """Attention over packed caches, in place."""
+    name, call = "npu_kv_quant_sparse_flash_attention", partial(partial, call=attention.kv_quant_sparse_flash_attention)
+    binds = {SPARSE_DECODE: call(attention.bind_sparse_decode), SPARSE_PREFILL: call(attention.bind_sparse_prefill)}
+    own = Place(VLLM_ASCEND, name, (*attention.PACKED_KEYWORDS, "return_softmax_lse"))
+    general = Place(TORCH_NPU, name, attention.PACKED_KEYWORDS)
+    limits: dict[str, Any] = {"attn_sink": False, "scale_formats": ("amax",), **_PAGES}
+    few = {**limits, "kv_layouts": (C8.name,), "num_heads": _A2_HEADS}
+    many = {**limits, "kv_layouts": (C8.name, C8_E4M3.name), "num_heads": tuple(sorted((*_A2_HEADS, 48))), "lse": False}
+    for primitive, bind in binds.items():
+        yield Provider("quant_sfa", primitive, own, (A2, A3), 10, _VLLM_ASCEND, bind, few)
+        yield Provider("quant_sfa_torch_npu", primitive, general, (A2, A3), 11, _TORCH_NPU, bind, {**few, "lse": False})
+        yield Provider("quant_sfa_950", primitive, general, (A5,), 10, _TORCH_NPU, bind, many)
+
+
 def _indexer() -> Iterator[Provider]:
     """Scores and selection over `index_bf16` keys."""
     own, general = (Place(package, "npu_lightning_indexer", indexer.KEYWORDS) for package in (VLLM_ASCEND, TORCH_NPU))
     limits: dict[str, Any] = {
         "kv_layouts": (INDEX_BF16.name,),
         "max_topk": 2048,
-        "block_size_multiple": 16,
+        "topks": tuple(range(3072, 8193, 1024)),
+        **_PAGES,
         "needs_whole_tables": True,
         "nan_keys": False,  # not known
     }
@@ -120,7 +138,7 @@ def _indexer() -> Iterator[Provider]:
     yield Provider("lightning_indexer_950", INDEXER_SELECT, general, (A5,), 10, _TORCH_NPU, rounded, some)
 
 
-PROVIDERS: Final[tuple[Provider, ...]] = (*_copied(), *_indexer())
+PROVIDERS: Final[tuple[Provider, ...]] = (*_copied(), *_packed(), *_indexer())
 
 
 @hookimpl
