@@ -190,7 +190,7 @@ class Support(Features):
         r = request
         layout = None if r.kv_layout is None else LAYOUTS[r.kv_layout]
         if layout is not None and layout.name not in self.layouts:
-            remedy = "take the upconvert route, which gathers to bf16 first" if layout.is_quantized else ""
+            remedy = "take the upconvert route, which gathers to bf16 first" if layout.in_place else ""
             yield Reason("kv_layout", layout.name, f"supports {_words(self.layouts) or 'none'}", remedy)
         if r.num_heads is not None and not self._accepts_heads(r.num_heads):
             yield Reason("num_heads", str(r.num_heads), f"supports {self._heads_text()}", "change tensor parallelism")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import check_cache, check_dense
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import KV, CacheLayout, layout_of, scale_formats
+from mla_portable.layouts import KV, Cache, CacheLayout, layout_of, scale_formats
 from mla_portable.primitives._reference import isolated
 
 __all__ = ["CACHE_WRITE", "CacheWrite", "cache_write"]
@@ -43,7 +43,7 @@ class CacheWrite(Protocol):
     """
 
     def __call__(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2"
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Any, slot_mapping: Tensor, *, scale_format: str = "pow2"
     ) -> None: ...
 
 
@@ -51,7 +51,7 @@ class CacheWrite(Protocol):
 def cache_write(
     kv_c: Tensor,
     k_pe: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     slot_mapping: Tensor,
     *,
     scale_format: str = "pow2",
@@ -84,7 +84,7 @@ class Facts(NamedTuple):
 
 
 def check(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str, kv_layout: str | None = None
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Cache, slot_mapping: Tensor, scale_format: str, kv_layout: str | None = None
 ) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
@@ -106,7 +106,7 @@ def check(
 def reference(
     kv_c: Tensor,
     k_pe: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     slot_mapping: Tensor,
     *,
     scale_format: str = "pow2",
@@ -121,20 +121,19 @@ def reference(
 
 
 def write_rows(
-    layout: CacheLayout, cache: Tensor, slot_mapping: Tensor, latent: Tensor, rope: Tensor, scale_format: str
+    layout: CacheLayout, cache: Cache, slot_mapping: Tensor, latent: Tensor, rope: Tensor, scale_format: str
 ) -> None:
     """Pack the tokens [T, ..] whose slot is in the cache, and place them."""
-    blocks, block_size, _ = cache.shape
+    parts = layout.parts(cache)
+    blocks, block_size = parts[0].shape[:2]
     for begin in range(0, slot_mapping.shape[0], _CHUNK_TOKENS):
         chunk = slice(begin, begin + _CHUNK_TOKENS)
         slots = slot_mapping[chunk].long()
         kept = ((slots >= 0) & (slots < blocks * block_size)).nonzero().squeeze(1)
         slots = slots[kept]
         rows = layout.pack(latent[chunk][kept], rope[chunk][kept], scale_format)
-        first = 0
-        for part in layout.parts(cache):
-            part[slots // block_size, slots % block_size] = rows[:, first : first + part.shape[2]]
-            first += part.shape[2]
+        for part, values in zip(parts, layout.pieces(rows), strict=True):
+            part[slots // block_size, slots % block_size] = values
 
 
 CACHE_WRITE: Final = Primitive[CacheWrite](

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from mla_portable.contracts import Primitive
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import CacheFacts, check_cache, check_dense, check_flat_rows
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import KV
+from mla_portable.layouts import KV, Cache
 from mla_portable.primitives._reference import CacheRows, isolated
 
 __all__ = ["GATHER_UPCONVERT", "GatherUpconvert", "gather_upconvert"]
@@ -41,13 +41,13 @@ class GatherUpconvert(Protocol):
     """
 
     def __call__(
-        self, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
+        self, kv_cache: Any, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
     ) -> Tensor: ...
 
 
 @opaque
 def gather_upconvert(
-    kv_cache: Tensor,
+    kv_cache: Cache,
     block_table: Tensor,
     seq_lens: Tensor,
     workspace_starts: Tensor,
@@ -67,11 +67,11 @@ def gather_upconvert(
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
     """
     facts = check(kv_cache, block_table, seq_lens, workspace_starts, out, kv_layout)
-    return find(GATHER_UPCONVERT, backend, kv_cache, facts).call(kv_cache, block_table, seq_lens, workspace_starts, out=out)
+    return find(GATHER_UPCONVERT, backend, block_table, facts).call(kv_cache, block_table, seq_lens, workspace_starts, out=out)
 
 
 def check(
-    kv_cache: Tensor,
+    kv_cache: Cache,
     block_table: Tensor,
     seq_lens: Tensor,
     workspace_starts: Tensor,
@@ -83,16 +83,18 @@ def check(
     How many rows `out` needs is known on the device only; rows past it are not written.
     """
     where = TENSORS.where
-    check_dense(where, "kv_cache", kv_cache, "[blocks, block_size, row width]")
-    facts = check_cache(where, "kv_cache", kv_cache, kv_cache.device, kv_layout=kv_layout)
-    check_flat_rows(where, "out", out, facts.layout.workspace, kv_cache.device)
+    first = kv_cache[0] if isinstance(kv_cache, tuple) and kv_cache else kv_cache
+    check_dense(where, "kv_cache", first, "[blocks, block_size, row width]")
+    device = cast(Tensor, first).device
+    facts = check_cache(where, "kv_cache", kv_cache, device, kv_layout=kv_layout)
+    check_flat_rows(where, "out", out, facts.layout.workspace, device)
     TENSORS.check((kv_cache, block_table, seq_lens, workspace_starts, out), {})
     return facts
 
 
 @isolated
 def reference(
-    kv_cache: Tensor,
+    kv_cache: Cache,
     block_table: Tensor,
     seq_lens: Tensor,
     workspace_starts: Tensor,
@@ -105,7 +107,7 @@ def reference(
     Negative lengths count as 0. Synchronises the host on a GPU, once. Not graph-safe.
     """
     rows = CacheRows(kv_cache, kv_layout=kv_layout)
-    num_blocks, block_size, _ = kv_cache.shape
+    num_blocks, block_size = rows.layout.parts(kv_cache)[0].shape[:2]
     columns = block_table.shape[1]
     starts = workspace_starts.long()
     # of a request only tokens whose rows lie in the workspace are counted, so the work is bounded by W for each request

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from mla_portable.contracts import DecodeSchedule, PlanMismatch, Primitive
 from mla_portable.contracts.values import check_scale, describe, refuse, rounded_rows
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.results import head_results
-from mla_portable.kit.rules import check_cache, check_dense, check_disjoint
+from mla_portable.kit.rules import check_cache, check_dense, check_disjoint, named_tensors
 from mla_portable.kit.second_cache import check_second_cache, is_nope, second_cache
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import KV
+from mla_portable.layouts import KV, Cache
 from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
 
@@ -55,7 +55,7 @@ class SparseDecode(Protocol):
     def __call__(
         self,
         q: Tensor,
-        kv_cache: Tensor,
+        kv_cache: Any,
         indices: Tensor,
         *,
         softmax_scale: float,
@@ -70,13 +70,13 @@ class SparseDecode(Protocol):
 @opaque
 def sparse_decode(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     schedule: DecodeSchedule | None = None,
@@ -107,11 +107,8 @@ def sparse_decode(
     extra = (extra_kv_cache, extra_indices, extra_lengths)
     facts = check(q, kv_cache, indices, softmax_scale, lengths, attn_sink, *extra, schedule, out, lse_out, kv_layout)
     served = find(SPARSE_DECODE, backend, q, facts)
-    if schedule is not None and served.schedule_type is not None and not isinstance(schedule, served.schedule_type):
-        raise PlanMismatch(
-            f"sparse_decode: schedule is a {type(schedule).__name__}, {served.name} takes a {served.schedule_type.__name__}. "
-            "Plan with the schedule_kind of the implementation that serves, or force the one that was planned for."
-        )
+    if schedule is not None:
+        served.check_schedule(TENSORS.where, schedule)
     return served.call(
         q,
         kv_cache,
@@ -148,12 +145,12 @@ class Facts(NamedTuple):
 
 def check(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     indices: Tensor,
     softmax_scale: float,
     lengths: Tensor | None,
     attn_sink: Tensor | None,
-    extra_kv_cache: Tensor | None,
+    extra_kv_cache: Cache | None,
     extra_indices: Tensor | None,
     extra_lengths: Tensor | None,
     schedule: DecodeSchedule | None,
@@ -188,8 +185,9 @@ def check(
             )
         scratch = schedule.scratch(where, layout.value_width)
         if scratch:
-            read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
-            read |= {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices, "extra_lengths": extra_lengths}
+            read = {"q": q, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
+            read |= {"extra_indices": extra_indices, "extra_lengths": extra_lengths}
+            read |= named_tensors("kv_cache", kv_cache) | named_tensors("extra_kv_cache", extra_kv_cache)
             check_disjoint(where, {"out": out, "lse_out": lse_out}, read, scratch)
     return Facts(
         *caches,
@@ -211,13 +209,13 @@ def check(
 @isolated
 def reference(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     schedule: DecodeSchedule | None = None,

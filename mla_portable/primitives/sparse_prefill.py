@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from mla_portable.kit.results import head_results
 from mla_portable.kit.rules import CacheFacts, check_cache, check_dense, check_flat_rows, facts_of_rows, shape_of
 from mla_portable.kit.second_cache import check_second_cache, is_nope, second_cache
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import KV, layout_of
+from mla_portable.layouts import KV, Cache, layout_of
 from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
 
@@ -56,7 +56,7 @@ class SparsePrefill(Protocol):
     def __call__(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Any,
         indices: Tensor,
         *,
         softmax_scale: float,
@@ -70,13 +70,13 @@ class SparsePrefill(Protocol):
 @opaque
 def sparse_prefill(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     out: Tensor | None = None,
@@ -133,12 +133,12 @@ class Facts(NamedTuple):
 
 def check(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     softmax_scale: float,
     lengths: Tensor | None,
     attn_sink: Tensor | None,
-    extra_kv_cache: Tensor | None,
+    extra_kv_cache: Cache | None,
     extra_indices: Tensor | None,
     extra_lengths: Tensor | None,
     out: Tensor | None,
@@ -171,9 +171,11 @@ def check(
     )
 
 
-def _check_rows(argument: str, kv: Tensor, device: torch.device, *, kv_layout: str | None) -> CacheFacts:
+def _check_rows(argument: str, kv: Cache, device: torch.device, *, kv_layout: str | None) -> CacheFacts:
     """As `check_cache`, of flat rows as well; block_size is None for these."""
     where = TENSORS.where
+    if isinstance(kv, tuple):
+        return check_cache(where, argument, kv, device, kv_layout=kv_layout)
     check_dense(where, argument, kv, "[W, row width] or [blocks, block_size, row width]")
     layout = layout_of(kv, name=kv_layout, where=where, argument=argument)
     width = layout.row_width
@@ -189,13 +191,13 @@ def _check_rows(argument: str, kv: Tensor, device: torch.device, *, kv_layout: s
 @isolated
 def reference(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     out: Tensor | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_portable.judge.problems import exact
 from mla_portable.judge.problems.compare import Finding, Symptom, Tolerance, close, cosine, limit_of
-from mla_portable.layouts import KV_LORA_RANK, CacheLayout
+from mla_portable.layouts import KV_LORA_RANK, Cache, CacheLayout
 
 SOFTMAX_SCALE: Final = 192**-0.5
 """That of DeepSeek-V3's 128 + 64 wide queries, which absorbed weights do not change."""
@@ -68,13 +68,13 @@ TOLERANCES: Final = {
 
 def attend(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     kv_layout: str | None = None,
@@ -98,12 +98,12 @@ def attend(
 
 def score_terms(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     kv_layout: str | None = None,
@@ -135,12 +135,13 @@ def _union(
 
 
 def _chosen_keys(
-    own: CacheLayout | None, kv: Tensor, indices: Tensor, lengths: Tensor | None
+    own: CacheLayout | None, kv: Cache, indices: Tensor, lengths: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each query row the keys [n, 576] float64, and how often each is named [n]."""
-    cache, index = kv.detach().cpu(), indices.cpu().long()
+    cache, index = exact.on_cpu(kv), indices.cpu().long()
     limits = [index.shape[1]] * index.shape[0] if lengths is None else lengths.tolist()
-    num_slots = cache.shape[0] if cache.dim() == 2 else cache.shape[0] * cache.shape[1]
+    flat = isinstance(kv, Tensor) and kv.dim() == 2
+    num_slots = len(cache) if flat else math.prod(exact.blocks_of(cache))
     for token, limit in enumerate(limits):
         named = index[token, : max(0, limit)]
         named, times = named[(named >= 0) & (named < num_slots)].unique(return_counts=True)

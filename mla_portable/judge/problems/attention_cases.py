@@ -75,7 +75,7 @@ def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dic
     flags = {name: accepted(implementation, facts, name, [False, True]) for name in ("attn_sink", "lengths")}
     sizes: list[int | None] = [*shapes.block_sizes(implementation, facts, level)]
     kinds: list[Storage] = shapes.storages(implementation)
-    flat = [] if is_decode else [name for name in implementation.layouts if not LAYOUTS[name].is_quantized]
+    flat = [] if is_decode else [name for name in implementation.layouts if not LAYOUTS[name].in_place]
     if flat:  # rows without scales come flat; only the FP8 cache is read in place
         paged = [kind for kind in kinds if kind[0] not in flat]
         kinds, sizes = [*((shapes.workspace_of(name), None) for name in flat), *paged], [None, *sizes]
@@ -406,7 +406,7 @@ def attention_of_request(request: Request, name: str) -> AttentionParams:
     """A call of the request's sizes and features, with outputs given; infinite sinks where the name asks for them."""
     decode = request.primitive is SPARSE_DECODE
     layout = LAYOUTS[request.kv_layout or BF16.name]
-    flat = not decode and not layout.is_quantized
+    flat = not decode and not layout.in_place
     heads = request.num_heads or 1
     infinite = name == _INFINITE or (heads >= 3 and name.startswith("request"))
     return (DecodeParams if decode else PrefillParams)(

@@ -24,7 +24,7 @@ from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.judge.problems.shapes import layout_of_storage
 from mla_portable.judge.problems.stage import Problem, Results, Stage
 from mla_portable.kit.split_kv import SplitSchedule, split_kv
-from mla_portable.layouts import LAYOUTS
+from mla_portable.layouts import LAYOUTS, Cache
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 
 JUDGED_ROWS: Final = 96
@@ -105,7 +105,8 @@ class AttentionParams(Params):
         layout, bits = LAYOUTS[self.kv_layout], CACHE_ALIGNMENT
         for block_size in (self.block_size, self.extra_block_size if self.extra_topk is not None else None):
             if block_size is not None:
-                bits |= draw.block_stride(layout, block_size, strided=self.strided, alignment=self.alignment)
+                for stride in draw.block_strides(layout, block_size, strided=self.strided, alignment=self.alignment):
+                    bits |= stride
         return bits & -bits
 
     @property
@@ -159,8 +160,8 @@ class DrawnKeys:
         original_kv, original_indices: on the CPU, for the oracle: a cache with the same tokens, and their places in it.
     """
 
-    kv: Tensor
-    original_kv: Tensor
+    kv: Cache
+    original_kv: Cache
     indices: Tensor
     original_indices: Tensor
     lengths: Tensor | None
@@ -179,8 +180,8 @@ class Drawn:
 class _KV:
     """The cache on the device; on the CPU one with the same tokens for the oracle; the slots that hold tokens, in each."""
 
-    placed: Tensor
-    original: Tensor
+    placed: Cache
+    original: Cache
     used: Tensor
     original_used: Tensor
     unused: Tensor
@@ -247,7 +248,7 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
         if keys.lengths is not None:
             yield f"{name}lengths", stage.read(f"{name}lengths", keys.lengths.view(shape), strided=apart)
 
-    args = {"q": stage.read("q", q.view(*shape, heads, q.shape[-1]), strided=apart), kv_name: drawn.keys.kv}
+    args: dict[str, Any] = {"q": stage.read("q", q.view(*shape, heads, q.shape[-1]), strided=apart), kv_name: drawn.keys.kv}
     lists = dict(listed("", drawn.keys))
     args["indices"] = lists.pop("indices")
     keywords: dict[str, Any] = {"softmax_scale": params.softmax_scale, **lists}
@@ -294,7 +295,7 @@ class _Oracle:
         self._drawn = drawn
         self._stated: dict[str, Any] = {"softmax_scale": params.softmax_scale, "kv_layout": params.kv_layout}
 
-    def _of(self, rows: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    def _of(self, rows: Tensor) -> tuple[tuple[Tensor, Any, Tensor], dict[str, Any]]:
         """Arguments for rows [n]: queries [n, H, key width], cache and indices [n, K]; lengths [n] and the second cache."""
 
         def listed(name: str, keys: DrawnKeys) -> dict[str, Any]:
@@ -334,8 +335,10 @@ def _kv(params: AttentionParams, stage: Stage, name: str, g: torch.Generator) ->
     unused = torch.cat([torch.tensor([], dtype=torch.int64) if params.pattern == "dense" else torch.tensor([0]), order[-6:]])
     cache = draw.paged_cache(layout, num_blocks, block_size, strided=params.strided, alignment=params.alignment)
     cache.put(used, draw.cached_rows(count, layout, params.scale_format, g, size=params.size))
-    view = cache.view[0] if params.block_size is None else cache.view
-    return _KV(stage.read(name, view), view, used, used, unused, limit)
+    view = cache.view
+    if params.block_size is None and isinstance(view, Tensor):
+        view = view[0]
+    return _KV(stage.read_cache(name, view), view, used, used, unused, limit)
 
 
 def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:

@@ -17,11 +17,11 @@ from mla_portable.judge.problems.base import STRENGTH, Params, Problems, one_var
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Tolerance, close, limit_of, same_bits
 from mla_portable.judge.problems.cover import Choice
-from mla_portable.judge.problems.draw import PAIR_BLOCK, cached_rows, generator, paged_cache, shuffled, taken_rows, vast
+from mla_portable.judge.problems.draw import PAIR_BLOCK, Paged, cached_rows, generator, paged_cache, shuffled, taken_rows, vast
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.judge.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.judge.problems.stage import Problem, Results, Stage
-from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, LAYOUTS
+from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, LAYOUTS, Cache
 from mla_portable.primitives import GATHER_UPCONVERT
 
 _JUDGED_ROWS: Final = 64
@@ -45,7 +45,7 @@ TOLERANCES: Final = {
 
 
 def gather_upconvert(
-    kv_cache: Tensor,
+    kv_cache: Cache,
     block_table: Tensor,
     seq_lens: Tensor,
     workspace_starts: Tensor,
@@ -55,9 +55,9 @@ def gather_upconvert(
 ) -> Tensor:
     """The workspace [W, 576] bf16 as it must be afterwards; `out` gives the rows that no request owns, and is left alone."""
     own = exact.plugin_layout(kv_layout)
-    cache, table = kv_cache.detach().cpu(), block_table.cpu().long()
+    cache, table = exact.on_cpu(kv_cache), block_table.cpu().long()
     workspace = out.detach().cpu().clone(memory_format=torch.contiguous_format)
-    num_blocks, block_size, _ = cache.shape
+    num_blocks, block_size = exact.blocks_of(cache)
     for request, (length, start) in enumerate(zip(seq_lens.tolist(), workspace_starts.tolist(), strict=True)):
         position = torch.arange(max(0, -start), max(0, -start, min(length, workspace.shape[0] - start)), device="cpu")
         column = position // block_size
@@ -178,7 +178,7 @@ class GatherUpconvertParams(Params):
         cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks in ("strided", "pair"))
         cache.put(slots, tokens)
         original, table_original = cache.view, table
-        if self.blocks == "address":
+        if self.blocks == "address" and isinstance(cache, Paged):
             kv_placed, device_rows, far = vast(layout, self.block_size, device)
             far_blocks = (far // self.block_size).unique().flip(0)  # the farthest first: every request reads from it
             picks = torch.arange(owned) % len(far_blocks)
@@ -186,7 +186,7 @@ class GatherUpconvertParams(Params):
             table_original = blocks[picks].view(len(lens), columns).to(torch.int32)
             device_rows[far_blocks.to(device)] = cache.rows[blocks[: len(far_blocks)]].to(device)
         else:
-            kv_placed = stage.read("kv_cache", original)
+            kv_placed = stage.read_cache("kv_cache", original)
         if self.table == "near":  # what the short requests name
             table[torch.tensor(lens) == 1, 0] = torch.tensor([-1, num_blocks], dtype=torch.int32)
         elif self.table == "holes":

@@ -114,8 +114,10 @@ def _few(values: list[int], *, near: int) -> list[int]:
 def can_hold_vast(layout_name: str, facts: DeviceFacts, level: str) -> bool:
     """A cache of more than 2**31 elements is affordable here: always virtually on a CPU, with room to spare on a GPU.
 
-    bf16 takes twice the bytes of FP8; on a CPU it is left to the full level.
+    bf16 takes twice the bytes of FP8; on a CPU it is left to the full level. A cache in several tensors has no such case.
     """
+    if LAYOUTS[layout_name].tensors:
+        return False
     if level == "smoke" or (level == "quick" and facts.device_type == "cpu" and not LAYOUTS[layout_name].is_quantized):
         return False
     return facts.device_type == "cpu" or facts.memory_bytes >= 2 * 2**31 * LAYOUTS[layout_name].dtype.itemsize
