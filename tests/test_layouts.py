@@ -80,7 +80,7 @@ def test_offsets_are_those_of_the_published_row():
         "index_bf16": INDEX_BF16,
         "index_fp8": INDEX_FP8,
     }
-    assert known == LAYOUTS
+    assert known == {name: layout for name, layout in LAYOUTS.items() if "." not in name}
 
 
 @pytest.mark.parametrize("scale_format", ["pow2", "amax"])
