@@ -18,7 +18,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.layouts import INDEX, INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS, SCALE_FORMATS, CacheLayout, add_layout
+from mla_portable.layouts import (
+    INDEX,
+    INDEX_BF16,
+    INDEX_FP8,
+    INDEX_HEAD_SIZE,
+    LAYOUTS,
+    SCALE_FORMATS,
+    Cache,
+    CacheLayout,
+    add_layout,
+)
 
 TILE: Final = 16
 """Tokens, and numbers of each, in a tile; tokens in a block of tiles."""
@@ -54,8 +64,9 @@ class IndexPages(CacheLayout):
         latent = codes.view(self.code).to(wide).mul_(scales.view(torch.float32).to(wide)).to(dtype)
         return latent, latent[..., :0]
 
-    def parts(self, cache: Tensor) -> tuple[Tensor, ...]:
+    def parts(self, cache: Cache) -> tuple[Tensor, ...]:
         """See CacheLayout. Of tiles, [blocks, 16, 16] for each sixteen numbers."""
+        assert not isinstance(cache, tuple)
         codes, scales = INDEX_FP8.parts(cache)
         if not self.tiles:
             return codes, scales
@@ -64,6 +75,12 @@ class IndexPages(CacheLayout):
             raise ValueError(f"{self.name}: a block holds {TILE} tokens, got block_size {size}")
         tiles = codes.as_strided((blocks, INDEX_HEAD_SIZE // TILE, TILE, TILE), (cache.stride(0), TILE * TILE, TILE, 1))
         return (*tiles.unbind(1), scales)
+
+    def pieces(self, rows: Cache) -> tuple[Tensor, ...]:
+        """See CacheLayout: of tiles, sixteen codes each."""
+        assert not isinstance(rows, tuple)
+        sizes = [TILE] * (INDEX_HEAD_SIZE // TILE) if self.tiles else [INDEX_HEAD_SIZE]
+        return rows.split([*sizes, _SCALE_BYTES], dim=-1)
 
 
 def _add(name: str, code: torch.dtype, *, tiles: bool) -> CacheLayout:
