@@ -22,9 +22,11 @@ MACHINES = {
 }
 SERVED = {
     "ascend910b": {
-        f"{operation}{place}" for operation in ("sfa_copied", "quant_sfa", "lightning_indexer") for place in ("", "_torch_npu")
+        f"{operation}{place}"
+        for operation in ("sfa", "sfa_copied", "quant_sfa", "lightning_indexer")
+        for place in ("", "_torch_npu")
     },
-    "ascend950": {"sfa_copied_950", "quant_sfa_950", "lightning_indexer_950"},
+    "ascend950": {"sfa_950", "sfa_copied_950", "quant_sfa_950", "lightning_indexer_950"},
 }
 
 
@@ -169,3 +171,44 @@ def test_a_packed_cache_is_read_in_place_where_blocks_lie_whole_blocks_apart(ope
     torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
     assert len(operations.calls) == calls
+
+
+def split_case(latent_gap: int, rope_gap: int):
+    """q, the two tensors of a cache whose blocks lie so many rows apart, indices."""
+    q, rows, indices = case()
+    caches = []
+    for values, gap in ((rows[:, :512], latent_gap), (rows[:, 512:], rope_gap)):
+        storage = torch.full((5, 16 + gap, values.shape[1]), float("nan")).bfloat16()
+        storage[:, :16] = values.view(5, 16, -1)
+        caches.append(storage[:, :16])
+    return q[:, None], tuple(caches), indices[:, None]
+
+
+@pytest.mark.parametrize(("latent_gap", "rope_gap", "in_place"), [(0, 0, True), (16, 16, True), (16, 0, False), (3, 3, False)])
+def test_a_split_cache_is_read_in_place_where_both_tensors_allow_it(monkeypatch, latent_gap, rope_gap, in_place):
+    """Where block numbers of both are the same; otherwise the rows that are named are copied."""
+    q, caches, indices = split_case(latent_gap, rope_gap)
+    given = []
+
+    class Noted(Operations):
+        def npu_sparse_flash_attention(self, query, key, *args, key_rope, **keywords):
+            given.append((key.data_ptr(), key_rope.data_ptr()))
+            return super().npu_sparse_flash_attention(query, key, *args, key_rope=key_rope, **keywords)
+
+    with vllm_ascend(Noted()):
+        request = request_for("sparse_decode", topk=70, lse=True, kv_layout="ascend.split", block_size=16)
+        bound = registry().bind(request, backend="ascend.sfa")
+        given.clear()
+        out, lse = bound(q, caches, indices, softmax_scale=0.05)
+    want, want_lse = Primitive.named("sparse_decode").reference(q, caches, indices, softmax_scale=0.05)
+    torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+    assert (given == [tuple(cache.data_ptr() for cache in caches)]) == in_place
+
+
+@pytest.mark.parametrize(("lse", "chosen"), [(True, "reference.torch"), (False, "ascend.sfa")])
+def test_an_operation_as_its_documents_have_it_serves_pages_without_an_lse(lse, chosen):
+    """They allow the lse without pages alone; a call of vllm-ascend asks for it with pages. The probe of a device tells."""
+    request = request_for("sparse_decode", kv_layout="ascend.split", block_size=16, lse=lse)
+    with vllm_ascend(Operations(paged_lse=False)):
+        assert registry().decide(request).chosen == chosen

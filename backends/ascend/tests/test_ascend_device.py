@@ -174,7 +174,7 @@ table = torch.tensor([[4, 0], [3, 1]], dtype=torch.int32)
 torch.manual_seed(1)
 latent, rope = torch.randn(80, 512).bfloat16(), torch.randn(80, 64).bfloat16()
 rows = LAYOUTS[layout]
-empty = torch.zeros(5, 16, rows.row_width, dtype=rows.dtype)
+held = [(each.dtype, each.width) for each in rows.tensors] or [(rows.dtype, rows.row_width)]
 q, positions = torch.randn(4, 4, 576).bfloat16(), torch.full((4, 32), -1, dtype=torch.int32)
 for row, own in enumerate((9, 28, 29, 30)):
     positions[row, 5 : 5 + min(own, 20)] = torch.randperm(own)[:20].to(torch.int32)
@@ -183,7 +183,8 @@ for row, own in enumerate((9, 28, 29, 30)):
 def step(device, registry, **options):
     layer = mp.SparseMLAAttention(spec, device=device, registry=registry, **options)
     serving = {str(part.decision.request.primitive): part.decision.chosen for part in layer.route_decision.verdict.parts}
-    kv = empty.clone().to(device)
+    caches = [torch.zeros(5, 16, width, dtype=dtype).to(device) for dtype, width in held]
+    kv = tuple(caches) if rows.tensors else caches[0]
     layer.cache_write(latent.to(device), rope.to(device), kv, torch.arange(80).to(device))
     plan = mp.Planner(layer.planner_config()).plan(Batch(starts, lengths, table.to(device)))
     out, lse = layer.forward(q.to(device), kv, positions.to(device), plan)
@@ -208,7 +209,9 @@ torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-2)  # codes are mul
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch takes no backend in Python",
 )
-@pytest.mark.parametrize(("layout", "chosen"), [("bf16", "ascend.sfa_copied"), ("ascend.c8", "ascend.quant_sfa")])
+@pytest.mark.parametrize(
+    ("layout", "chosen"), [("bf16", "ascend.sfa_copied"), ("ascend.split", "ascend.sfa"), ("ascend.c8", "ascend.quant_sfa")]
+)
 def test_a_layer_on_an_npu_runs_through_the_operations(layout, chosen):
     """Bit for bit as on a CPU that pretends to be the device; in a process of its own, as torch renames privateuse1 once."""
     done = subprocess.run(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mla_portable.contracts import DecodeSchedule, Request
 from mla_portable.kit.results import head_results
-from mla_portable.layouts import KV_LORA_RANK
+from mla_portable.layouts import KV_LORA_RANK, Cache
 from mla_portable_ascend.layouts import CODES
 from mla_portable_ascend.resolve import Op
 from mla_portable_ascend.rows import (
@@ -36,8 +36,6 @@ from mla_portable_ascend.rows import (
     valid_first,
 )
 
-Cache = Tensor | tuple[Tensor, ...]
-"""A paged cache, or flat rows: one tensor, or one for each part of a split layout."""
 Found = tuple[Tensor, Tensor | None]
 """out [T, H, 512] bf16; lse [T, H] float32, None where it was not asked for."""
 Call = Callable[[Op, Tensor, Keys, Tensor, float, bool], Found]

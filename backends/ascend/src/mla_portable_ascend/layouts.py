@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vendor's layouts of the cache of attention.
 
+`ascend.split`: two bfloat16 tensors, the latent [blocks, block_size, 512] and the rotary key [blocks, block_size, 64].
 `ascend.c8`: 656 bytes in one tensor, 512 int8 codes | 64 bfloat16 of the rotary key | 4 float32 scales, one per 128 codes. The
 widths are those of `fp8_ds_mla`, which has the scales in front of the rotary key. `ascend.c8_e4m3`: the same with e4m3 codes.
-Source: op-plugin 517f2e7d, torch_npu-npu_kv_quant_sparse_flash_attention; the test of that operation in vllm-ascend 182b75ea.
+Source: op-plugin 517f2e7d, torch_npu-npu_kv_quant_sparse_flash_attention; the test of that operation in vllm-ascend 182b75ea,
+and the caches of `sfa_v1.py` there.
 
-Both are always named, because rows of 656 bytes are others' in the core and in other vendors' plugins.
+Packed ones are always named, because rows of 656 bytes are others' in the core and in other vendors' plugins.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.layouts import BF16, KV_LORA_RANK, QK_ROPE_HEAD_DIM, SCALE_GROUP, CacheLayout, add_layout
+from mla_portable.layouts import BF16, KV_LORA_RANK, QK_ROPE_HEAD_DIM, SCALE_GROUP, CacheLayout, CacheTensor, add_layout
 
 _NUM_SCALES: Final = KV_LORA_RANK // SCALE_GROUP
 _SCALE_OFFSET: Final = KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM
@@ -69,6 +71,23 @@ _PACKED: Final[dict[str, Any]] = {
     "upconverted": BF16,
     "inferred": False,
 }
+SPLIT: Final = add_layout(
+    CacheLayout(
+        name="ascend.split",
+        dtype=torch.bfloat16,
+        row_width=KV_LORA_RANK + QK_ROPE_HEAD_DIM,
+        value_width=KV_LORA_RANK,
+        rope_width=QK_ROPE_HEAD_DIM,
+        rope_offset=2 * KV_LORA_RANK,
+        tensors=(
+            CacheTensor("latent", torch.bfloat16, KV_LORA_RANK),
+            CacheTensor("rope", torch.bfloat16, QK_ROPE_HEAD_DIM),
+        ),
+        alignment=2,
+        upconverted=BF16,
+        contents="512 bfloat16 of the latent and, in another tensor, 64 of the rotary key",
+    )
+)
 C8: Final = Packed(name="ascend.c8", codes=torch.int8, contents="512 int8 codes, 64 bfloat16 and 4 float32 scales", **_PACKED)
 C8_E4M3: Final = Packed(
     name="ascend.c8_e4m3", codes=torch.float8_e4m3fn, contents="512 e4m3 codes, 64 bfloat16 and 4 float32 scales", **_PACKED
