@@ -129,6 +129,34 @@ SPLIT_INT8 = SplitCodes(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class E4m3(CacheLayout):
+    """576 e4m3 codes, which count `kv_scale` times."""
+
+    def pack(self, latent: Tensor, rope: Tensor, scale_format: str | None = None) -> Tensor:
+        codes = torch.cat([latent, rope], dim=-1).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8)
+
+    def split(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        values = rows.contiguous().view(torch.float8_e4m3fn).float().to(dtype)
+        return values[..., :512], values[..., 512:]
+
+
+SCALED = E4m3(
+    name="e4m3_576",
+    dtype=torch.uint8,
+    row_width=576,
+    value_width=512,
+    rope_width=64,
+    rope_offset=512,
+    alignment=1,
+    tensor_scale=True,
+    upconverted=BF16,
+    contents="576 e4m3 codes",
+    inferred=False,
+)
+
+
 @contextmanager
 def known(*layouts: CacheLayout) -> Iterator[None]:
     """These layouts beside the others, for a test alone."""

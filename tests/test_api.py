@@ -59,8 +59,10 @@ def test_signature_is_the_protocol_plus_backend(name: str):
     protocol = getattr(primitives, "".join(word.capitalize() for word in name.split("_")))
     expected = list(inspect.signature(protocol.__call__).parameters.values())[1:]
     offered = list(inspect.signature(getattr(mla_portable, name)).parameters.values())
-    # of a second cache: only who declares `Support.extra_cache` is given these, so the Protocol does not ask for them
-    offered = [parameter for parameter in offered if not parameter.name.startswith("extra_")]
+    # of a second cache, and scales: only who declares `Support.extra_cache`, a layout with `tensor_scale` or `Support.q_scale`
+    # is given these, so the Protocol does not ask for them
+    optional = "extra_kv_cache", "extra_indices", "extra_lengths", "kv_scale", "q_scale"
+    offered = [parameter for parameter in offered if parameter.name not in optional]
     if name in ("indexer_logits", "indexer_select"):  # likewise: only who has a schedule_kind is given a schedule
         offered = [parameter for parameter in offered if parameter.name != "schedule"]
     # an implementation is bound for an order and a layout, so calls name neither

@@ -507,7 +507,7 @@ def test_an_edit_changes_no_choice_and_needs_no_new_run(copy_of_the_code: Path) 
     nvidia = copy_of_the_code / "backends/nvidia/src/mla_portable_nvidia"
     triton = copy_of_the_code / "backends/triton/src/mla_portable_triton"
     for path, old, new in (
-        (core / "layouts/base.py", 'got=f"{dtype} rows of {width}"', 'got=f"rows of {width}, of {dtype}"'),
+        (core / "layouts/base.py", 'return f"{rows[0]} rows of {rows[1]}"', 'return f"rows of {rows[1]}, of {rows[0]}"'),
         (core / "layouts/base.py", '"add_layout", "layout"', '"add_layout", "the layout"'),
         (nvidia / "native/bound_attention.py", "for it was bound for", "because it was bound for"),
         (triton / "attention_configs.py", "from __future__", "# another comment\nfrom __future__"),

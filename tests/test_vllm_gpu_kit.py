@@ -408,7 +408,7 @@ def test_a_layers_time_of_prompts_is_not_above_stocks(kit: Any):
 
 def rank_result(first: float = 300.0, *, unknown: float = 1.0) -> dict[str, Any]:
     kernels = {"kinds": {"MoE": 99.0, "unknown": unknown}, "unknown": {"new_kernel": unknown}}
-    return {"first": {"8 x 1000": first}, "step_us": {"16": 17_000.0}, "kernels": {"1 x 8000": kernels}}
+    return {"first": {"8 x 1000": first}, "step_us": {"16": 17_000.0}, "kernels": {"1 x 8000": kernels}, "layers": 31}
 
 
 def rank_lines(kit: Any, *results: tuple[str, dict[str, Any]]) -> list[tuple[str, bool | None]]:
@@ -599,6 +599,7 @@ def test_times_of_ranks_and_every_line_go_into_the_file_of_a_run(kit: Any, tmp_p
         ("plugin", "layer", 1, 8000, "unknown", 1.0),
     ]
     assert [time[0] for time in found] == ["plugin"] * 4 + ["stock"] * 4 and {time.heads for time in times} == {16}
+    assert {(time.mode, time.layers) for time in times} == {("default", 31)}
     assert kit.kit.rank_times(run_of(kit, "tp1-plugin"), "vllm 1.0") == []
     lines, path = list(kit.judge.rank(ran)), tmp_path / "run.json.gz"
     monkeypatch.setattr(kit.kit.metadata, "version", lambda name: "1.0")

@@ -117,7 +117,8 @@ def rank_times(ran: Mapping[str, Done], engine: str) -> list[EngineTime]:
         requests, tokens = map(int, step.split(" x "))
         given = {"quantity": quantity, "requests": requests, "tokens": tokens, "kernels": kernels, "us": round(us, 2)}
         backend = "plugin" if done.job.who == "plugin" else "stock"
-        found.append(EngineTime.model_validate({"engine": engine, "backend": backend, "heads": done.job.heads, **given}))
+        given |= {"mode": done.job.mode, "layers": done.result["layers"], "heads": done.job.heads}
+        found.append(EngineTime.model_validate({"engine": engine, "backend": backend, **given}))
 
     for done in ran.values():
         if done.job.task != "rank" or not done.result:

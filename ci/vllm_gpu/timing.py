@@ -127,7 +127,8 @@ def load(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def rank(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
-    """first: as of `load`. step_us: by the batch of a decode step. kernels: by profiled prompts, of `layer_kernels`.
+    """first: as of `load`. step_us: by the batch of a decode step. kernels: by profiled prompts, of `layer_kernels`. layers: of
+    the model.
 
     Each part is printed when it is known, so that the log has it if the process runs out of time.
     """
@@ -136,7 +137,7 @@ def rank(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
     found["kernels"] = layer_kernels(llm, options["profiled"], where)
     print(json.dumps(found["kernels"]), flush=True)
     found["step_us"] = {str(each["batch"]): _step_us(llm, each, where, _RANK_TURNS) for each in options["decodes"]}
-    return found
+    return {**found, "layers": llm.llm_engine.vllm_config.model_config.hf_config.num_hidden_layers}
 
 
 def serve(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class StepCheck:
 
     def write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Cache, slot_mapping: Tensor, scale_format: str = "pow2") -> None:
         """The tensors of a cache_write that is bound for the spec's cache. Raises: InvalidArgument."""
-        check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format, self._spec.kv_layout)
+        check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format, None, self._spec.kv_layout)
         where = "SparseMLAAttention.cache_write"
         check_layer_cache(where, "kv_cache", kv_cache, self._spec, self._device, flat=self._flat)
 

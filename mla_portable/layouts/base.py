@@ -67,6 +67,8 @@ class CacheLayout:
         upconverted: the layout of the rows that gather_upconvert makes of these; None for layouts that are not quantised and in
             one tensor, whose rows are copied.
         contents: a row in words, for error messages.
+        tensor_scale: the numbers of a row count `kv_scale` times, a scale for the whole cache that each call brings. Such rows
+            have no scales of their own. `pack` is given numbers that were divided by it, and `split` gives them so.
         inferred: calls that name no layout take a tensor of this dtype and row width for one of this layout. False for a layout
             that is always named: of a plugin whose rows have the width of another layout, so that callers who name none keep
             theirs.
@@ -90,6 +92,7 @@ class CacheLayout:
     alignment: int
     upconverted: CacheLayout | None = None
     contents: str = ""
+    tensor_scale: bool = False
     inferred: bool = True
     tolerance: str | None = None
 
@@ -105,6 +108,8 @@ class CacheLayout:
             check(field, type(getattr(self, field)) is int, "an integer")
         check("scale_offset", self.scale_offset is None or type(self.scale_offset) is int, "an integer, or None")
         check("tolerance", self.tolerance in (None, *TOLERANCES), f"None or one of {', '.join(TOLERANCES)}")
+        check("tensor_scale", type(self.tensor_scale) is bool, "True or False")
+        check("tensor_scale", not (self.tensor_scale and self.scale_formats), "False for rows with scales of their own")
         check("inferred", type(self.inferred) is bool, "True or False")
         names: tuple[object, ...] = self.scale_formats
         check("scale_formats", type(names) is tuple and all(type(each) is str for each in names), "a tuple of strings")
@@ -123,7 +128,7 @@ class CacheLayout:
             check("apart_bytes", not self.apart_bytes, "0: what lies apart is a tensor")
         if not self.is_quantized:
             check("row_width", self.row_width == self.key_width, f"key_width = {self.key_width} for a layout without scales")
-        else:
+        elif self.scale_formats:
             check("scale_offset", self.scale_offset is not None, "the offset of the scales")
         if not self.in_place:
             check("upconverted", self.upconverted is None, "None for a layout without scales")
@@ -149,8 +154,8 @@ class CacheLayout:
 
     @property
     def is_quantized(self) -> bool:
-        """Rows carry scales."""
-        return bool(self.scale_formats)
+        """Numbers count times a scale, of the row or of the whole cache."""
+        return bool(self.scale_formats) or self.tensor_scale
 
     @property
     def in_place(self) -> bool:

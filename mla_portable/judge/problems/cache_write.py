@@ -22,6 +22,7 @@ from mla_portable.judge.problems.exact import (
     INT32_MIN,
     blocks_of,
     copied,
+    float32,
     fp8_row,
     plugin_layout,
     put_row,
@@ -57,10 +58,13 @@ def cache_write(
     slot_mapping: Tensor,
     *,
     scale_format: str = "pow2",
+    kv_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> Any:
     """The cache [blocks, block_size, width], contiguous, as it must be after the write; `kv_cache` is left alone."""
     latent, rope = kv_c.cpu().double(), k_pe.cpu().double()
+    if kv_scale is not None:  # a quotient of float32 numbers, rounded to float32
+        latent, rope = (float32(each / kv_scale.cpu().double()) for each in (latent, rope))
     cache, own, (blocks, block_size) = copied(kv_cache), plugin_layout(kv_layout), blocks_of(kv_cache)
     for token, slot in enumerate(slot_mapping.tolist()):
         if not 0 <= slot < blocks * block_size:
@@ -130,12 +134,16 @@ class WriteParams(Params):
         tokens = {name: part.contiguous() for name, part in zip(self.names[:-1], parts, strict=False)}
         args: dict[str, Any] = {name: stage.read(name, part, strided=self.inputs == "views") for name, part in tokens.items()}
         write = partial(self.primitive.problems.oracle, *tokens.values(), scale_format=scale_format, kv_layout=self.kv)
+        keywords: dict[str, Any] = {"scale_format": scale_format}
+        if layout.tensor_scale:
+            scale = draw.tensor_scale()
+            keywords["kv_scale"], write = stage.read("kv_scale", scale), partial(write, kv_scale=scale)
         if far:
             view, slots, judge = self._far(layout, stage, write)
         else:
             view, judge = self._near(layout, num_blocks, slots, stage, write)
         args |= {self.names[-1]: view, "slot_mapping": stage.read("slot_mapping", slots)}
-        return Problem(stage, args, {"scale_format": scale_format}, {}, judge)
+        return Problem(stage, args, keywords, {}, judge)
 
     def _slots(self, num_slots: int, g: torch.Generator) -> Tensor:
         """[T] int64, some of them to be skipped."""
@@ -305,7 +313,7 @@ def write_params(
 def write_variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
     """What a probe writes: every scale format that is declared."""
     layout = None if request.kv_layout is None else LAYOUTS[request.kv_layout]
-    if layout is not None and not layout.is_quantized:
+    if layout is not None and not layout.scale_formats:
         yield "skip", request
     else:
         for scale_format in support.scale_formats if layout is None else scales_of(support, layout):

@@ -101,8 +101,13 @@ def cached_rows(
         values[::4, _loud(layout)] = -20_000  # with the queries' 32 a score below all others by more than 10,000
     elif size == "loud_group":
         values[:, :SCALE_GROUP] *= 2.0**12
-    assert scale_format is not None or not layout.is_quantized, "an FP8 cache has a scale format"
+    assert scale_format is not None or not layout.scale_formats, "a cache with scales has a scale format"
     return packed(layout, values, scale_format)
+
+
+def tensor_scale() -> Tensor:
+    """[1] float32, a scale of a whole tensor: no power of two, so that it is not lost in an exponent."""
+    return torch.tensor([0.3])
 
 
 def packed(layout: CacheLayout, values: Tensor, scale_format: str | None) -> Tensor:

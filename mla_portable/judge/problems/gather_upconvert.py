@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.judge.problems import exact
+from mla_portable.judge.problems import draw, exact
 from mla_portable.judge.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Tolerance, close, limit_of, same_bits
@@ -51,6 +51,7 @@ def gather_upconvert(
     workspace_starts: Tensor,
     *,
     out: Tensor,
+    kv_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> Tensor:
     """The workspace [W, 576] bf16 as it must be afterwards; `out` gives the rows that no request owns, and is left alone."""
@@ -66,10 +67,12 @@ def gather_upconvert(
         block[inside] = table[request, column[inside]]
         valid = (block >= 0) & (block < num_blocks)
         latent, rope = exact.token_values(cache, block[valid] * block_size + position[valid] % block_size, own)
+        if kv_scale is not None:
+            latent, rope = (each.double() * kv_scale.cpu().double() for each in (latent, rope))
         # the product is taken in float32, then rounded to bf16
         latent = latent.to(torch.float32).to(torch.bfloat16)
         workspace[start + position[~valid]] = 0.0
-        workspace[start + position[valid]] = torch.cat([latent, rope.to(torch.bfloat16)], dim=1)
+        workspace[start + position[valid]] = torch.cat([latent, rope.to(torch.float32).to(torch.bfloat16)], dim=1)
     return workspace
 
 
@@ -203,6 +206,7 @@ class GatherUpconvertParams(Params):
             torch.tensor(lens, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
             out=stage.writes["out"].view.cpu(),
+            kv_scale=draw.tensor_scale() if layout.tensor_scale else None,
             kv_layout=self.kv,
         )
         is_owned = torch.zeros(num_rows, dtype=torch.bool)
@@ -212,7 +216,10 @@ class GatherUpconvertParams(Params):
         storage = layout.tolerance_of(self.scale_format)
         judge = partial(findings, storage, want={"out": want}, owned=is_owned, width=layout.value_width)
         args = {"kv_cache": kv_placed, "block_table": table_placed, "seq_lens": lens_placed, "workspace_starts": starts_placed}
-        return Problem(stage, args, {"out": out}, {"out": ((num_rows, layout.key_width), torch.bfloat16)}, judge)
+        keywords = {"out": out}
+        if layout.tensor_scale:
+            keywords["kv_scale"] = stage.read("kv_scale", draw.tensor_scale())
+        return Problem(stage, args, keywords, {"out": ((num_rows, layout.key_width), torch.bfloat16)}, judge)
 
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[GatherUpconvertParams]:

@@ -52,7 +52,7 @@ def storages(implementation: Implementation) -> list[Storage]:
 
 def scales_of(support: Support, layout: CacheLayout) -> tuple[str | None, ...]:
     """The scale formats of a layout that an implementation claims; (None,) where it has none."""
-    if not layout.is_quantized:
+    if not layout.scale_formats:
         return (None,)
     return layout.scale_formats if support.kv_layouts is None else layout.scale_formats_of(support.scale_formats)
 
@@ -152,7 +152,7 @@ def storage_asked(request: Request, usual: CacheLayout, scale_format: str) -> di
     """kv and scale_format of a request; what it leaves open is as `usual`, and the scales as `scale_format`, or as the last of
     a layout that has no such."""
     layout = LAYOUTS[request.kv_layout or usual.name]
-    if not layout.is_quantized:
+    if not layout.scale_formats:
         return {"kv": layout.name, "scale_format": None}
     usual_scales = scale_format if scale_format in layout.scale_formats else layout.scale_formats[-1]
     return {"kv": layout.name, "scale_format": request.scale_format or usual_scales}

@@ -83,6 +83,5 @@ def _place(rows: Tensor, layout: CacheLayout, index_cache: Tensor, slots: Tensor
     token = torch.where(kept, token, kept.to(torch.uint8).argmax())
     slot = slots[token].clamp(min=0)
     at = slot // index_cache.shape[1], slot % index_cache.shape[1]
-    parts = layout.parts(index_cache)
-    for part, new in zip(parts, rows.split([each.shape[2] for each in parts], dim=1), strict=True):
+    for part, new in zip(layout.parts(index_cache), layout.pieces(rows), strict=True):
         part[at] = torch.where(kept.any(), new[token], part[at])

@@ -66,10 +66,9 @@ class IndexPages(CacheLayout):
 
     def parts(self, cache: Cache) -> tuple[Tensor, ...]:
         """See CacheLayout. Of tiles, [blocks, 16, 16] for each sixteen numbers."""
-        assert not isinstance(cache, tuple)
+        if not self.tiles or isinstance(cache, tuple):
+            return CacheLayout.parts(self, cache)
         codes, scales = INDEX_FP8.parts(cache)
-        if not self.tiles:
-            return codes, scales
         blocks, size, _ = cache.shape
         if size != TILE:
             raise ValueError(f"{self.name}: a block holds {TILE} tokens, got block_size {size}")
@@ -77,10 +76,10 @@ class IndexPages(CacheLayout):
         return (*tiles.unbind(1), scales)
 
     def pieces(self, rows: Cache) -> tuple[Tensor, ...]:
-        """See CacheLayout: of tiles, sixteen codes each."""
-        assert not isinstance(rows, tuple)
-        sizes = [TILE] * (INDEX_HEAD_SIZE // TILE) if self.tiles else [INDEX_HEAD_SIZE]
-        return rows.split([*sizes, _SCALE_BYTES], dim=-1)
+        """See CacheLayout. Of tiles, sixteen numbers each, then the scale."""
+        if not self.tiles or isinstance(rows, tuple):
+            return CacheLayout.pieces(self, rows)
+        return rows.split([TILE] * (INDEX_HEAD_SIZE // TILE) + [_SCALE_BYTES], dim=-1)
 
 
 def _add(name: str, code: torch.dtype, *, tiles: bool) -> CacheLayout:
