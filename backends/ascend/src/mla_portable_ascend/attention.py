@@ -126,7 +126,7 @@ class Attention:
             lse_out.fill_(-math.inf)
             return
         slots = indices.contiguous() if self.clean else valid_first(indices, num_rows, lengths)
-        whole = None if self.apart else self._in_place(parts, topk)
+        whole = None if self.apart else paged_keys(parts, topk)
         if whole is None and num_rows <= min(slots.numel(), COPIED_ROWS):
             whole = self._copied(tuple(map(flattened, parts)), topk)
         if whole is not None:
@@ -139,10 +139,6 @@ class Attention:
             keys = self._copied(tuple(named_rows(part, named) for part in parts), topk)
             places = torch.arange(named.numel(), dtype=torch.int32, device=named.device).view_as(named)
             self._write(q[some], keys, torch.where(named >= 0, places, -1), scale, out[some], lse_out[some])
-
-    def _in_place(self, parts: tuple[Tensor, ...], topk: int) -> Keys | None:
-        """The cache itself, where an operation can read it."""
-        return flat_keys(parts, topk) if parts[0].dim() == 2 else paged_keys(parts, topk)
 
     def _copied(self, rows: tuple[Tensor, ...], topk: int) -> Keys:
         """Copied rows [N, width] as keys."""
