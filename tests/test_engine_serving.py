@@ -58,12 +58,15 @@ def sglang(metrics: str, **options: str) -> dict[str, str]:
 
 @contextmanager
 def server(pages: Mapping[str, str | int]) -> Iterator[str]:
-    """A server of these pages alone; a number is a status. Anything else that is asked is an error of the test."""
+    """A server of these pages alone; a number is a status, 0 an answer after two seconds. Else the test is wrong."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = pages.get(self.path, 404)
             assert self.path in ("/version", "/v1/models", "/metrics", "/server_info"), self.path
+            if page == 0:
+                time.sleep(2)
+                return
             self.send_response(page if isinstance(page, int) else 200)
             self.end_headers()
             self.wfile.write(b"" if isinstance(page, int) else page.encode())
@@ -116,6 +119,12 @@ def test_a_server_that_does_not_serve_or_does_not_say(pages: Mapping[str, str | 
         text = " ".join(invoke("doctor", "--engine", url, code=1).stdout.split())
     assert answer["ok"] is False and answer["engine"]["serves"] is serves
     assert words in text and ("does NOT serve" if serves is False else "is unknown") in text and "remedy" in text
+
+
+def test_options_of_sglang_that_do_not_come_are_done_without():
+    with server({**sglang(COUNTED), "/server_info": 0}) as url:
+        found = look_at(url, seconds=1.5)
+    assert found.serves is False and found.engine == "SGLang" and found.why[0].startswith("SGLang's own kernels serve; its")
 
 
 def test_what_is_no_engine_is_refused(tmp_path: Path):
