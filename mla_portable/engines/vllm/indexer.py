@@ -17,13 +17,24 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import SelectionMerge
 from mla_portable.choose import get_registry
-from mla_portable.contracts import ContextShare, InvalidArgument, Request
+from mla_portable.contracts import (
+    ContextShare,
+    DecodeSchedule,
+    InvalidArgument,
+    LengthsPlanner,
+    Request,
+    ScheduleKind,
+    ScheduleLimits,
+    SchedulePlanner,
+    StepLengths,
+)
 from mla_portable.engines.common.index_keys import facts_of_pages, kind_of_pages
 from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import bind_for, in_words, pairs
@@ -54,6 +65,7 @@ class Requests:
     Attributes:
         query_start_loc: [R + 1] int32, relative to `first`. seq_lens: [R] int32. block_table: [R, columns] int32.
         longest: no sequence is longer, by what the host knows.
+        schedules: of the step's decodes, for each BoundIndexer whose indexer_select takes one.
     """
 
     first: int
@@ -62,6 +74,7 @@ class Requests:
     seq_lens: Tensor
     block_table: Tensor
     longest: int
+    schedules: dict[BoundIndexer, DecodeSchedule] = field(default_factory=dict, init=False, repr=False)
     _narrow: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def table(self, block_size: int, *, whole: bool) -> Tensor:
@@ -113,11 +126,62 @@ def plan_step(common: Any, num_decodes: int, num_decode_tokens: int) -> IndexerS
     return IndexerStep(num_tokens, tuple(parts))
 
 
-@dataclass(frozen=True, slots=True)
+class IndexerSchedules:
+    """The schedules of indexer_select for the steps of one of vLLM's metadata builders, made once a step for all layers.
+
+    A builder has planners of its own: microbatches are planned side by side, each by its builder.
+    """
+
+    def __init__(self, max_num_rows: int, max_query_len: int) -> None:
+        """max_num_rows: most tokens of a step, graph padding included. max_query_len: of a request that decodes."""
+        self._max_num_rows, self._max_query_len = max_num_rows, max_query_len
+        self._planners: dict[BoundIndexer, SchedulePlanner | LengthsPlanner] = {}
+
+    def plan(self, step: IndexerStep, common: Any, num_decodes: int) -> None:
+        """Plan the decodes of a step where their requests have equally many tokens. No synchronisation.
+
+        Layers call without one where their indexer was not bound yet, as in vLLM's profiling run, and while they are captured.
+        """
+        planned = [each for each in _indexers().values() if each.kind is not None]
+        if not planned or not num_decodes:
+            return
+        decodes = step.parts[0]
+        starts = common.query_start_loc_cpu.numpy()[: num_decodes + 1]
+        query_len = int(starts[1])
+        uniform = query_len * num_decodes == decodes.last and (np.diff(starts) == query_len).all()
+        if not uniform or not 1 <= query_len <= self._max_query_len:
+            return
+        host = compat.host_lengths(common, starts[:-1])
+        lengths = StepLengths(host, decodes.seq_lens)
+        for bound in planned:
+            assert bound.kind is not None
+            planner = self._planners.get(bound)
+            if planner is None:
+                planner = self._planners[bound] = bound.kind.planner(self._limits(bound, decodes.seq_lens.device))
+            decodes.schedules[bound] = bound.kind.schedule(planner, num_decodes, query_len, lengths)
+
+    def _limits(self, bound: BoundIndexer, device: torch.device) -> ScheduleLimits:
+        request = bound.request
+        assert request is not None  # where there is a kind
+        facts = request.device
+        return ScheduleLimits(
+            device=device,
+            num_heads=request.num_heads or 1,
+            topk=bound.topk,
+            max_num_rows=self._max_num_rows,
+            max_query_len=self._max_query_len,
+            num_sms=facts.num_sms,
+            arch=facts.arch,
+            request=request,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BoundIndexer:
     """The callables that serve layers of one kind. `graph`: indexer_select may be captured in a CUDA graph.
 
     `write` is None where vLLM's own operator writes. `share`: what the cache holds. `merge` is None where that is everything.
+    `request`: what indexer_select is bound for. `kind`: of its schedules, None where it takes none.
     """
 
     select: IndexerSelect
@@ -129,6 +193,8 @@ class BoundIndexer:
     scale_format: str
     share: ContextShare
     is_capturing: Callable[[], bool]
+    request: Request[IndexerSelect] | None = None
+    kind: ScheduleKind | None = None
 
     def write_keys(self, k: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Write keys [T, 128] of new tokens to slots [T] int64, negative = skip."""
@@ -152,7 +218,10 @@ class BoundIndexer:
                 continue
             pages = kv_cache, part.query_start_loc, part.seq_lens, part.table(self.block_size * share.size, whole=whole)
             if self.merge is None or scores is None:
-                self.select(q[rows], weights[rows], *pages, topk=self.topk, out=out[rows])
+                # A replay would read what its own step planned, and padding gives that other shapes than the captured one
+                schedule = None if whole else part.schedules.get(self)
+                planned: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
+                self.select(q[rows], weights[rows], *pages, topk=self.topk, out=out[rows], **planned)
             else:
                 own = {"out": out[rows], "scores_out": scores[rows], **share.arguments}
                 self.select(q[rows], weights[rows], *pages, topk=self.topk, **own)
@@ -234,8 +303,10 @@ def _bind(
     words = in_words(served) + ("" if write else ", keys written by vLLM")
     _log_server(f"{here}, {num_heads} heads, top-{topk}: {words}", reason)
     capturing = accelerator(device).is_capturing
-    graph, block_size = bound[0].request.graph, facts["block_size"]
-    return BoundIndexer(select, write, merge, graph, topk, block_size, scale_format, share, capturing)
+    chosen, block_size = bound[0], facts["block_size"]
+    kind = None if shared else chosen.implementation.schedule_kind
+    own = chosen.request.graph, topk, block_size, scale_format, share, capturing, chosen.request, kind
+    return BoundIndexer(select, write, merge, *own)
 
 
 def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device, share: ContextShare) -> None:

@@ -38,6 +38,8 @@ from mla_portable.engines.vllm.imports import when_imported
 
 _STEP: Final = "mla_portable_step"
 """The attribute of vLLM's indexer metadata that holds an IndexerStep."""
+_SCHEDULES: Final = "mla_portable_schedules"
+"""The attribute of vLLM's builder of it that holds IndexerSchedules."""
 _FP8_IN_TRITON: Final = (8, 9)
 """The least compute capability for which Triton compiles e4m3."""
 _MODELS: Final = {
@@ -246,10 +248,16 @@ def extend_builder(module: Any) -> None:
     @functools.wraps(build)
     def with_step(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        from mla_portable.engines.vllm import indexer, indexer_choice
+        from mla_portable.engines.vllm import compat, indexer, indexer_choice
 
         if indexer_choice.current().fused and getattr(self, "compress_ratio", 1) == 1:
             step = indexer.plan_step(common_attn_metadata, metadata.num_decodes, metadata.num_decode_tokens)
+            schedules = getattr(self, _SCHEDULES, None)
+            if schedules is None:
+                most = self.vllm_config.scheduler_config.max_num_batched_tokens
+                schedules = indexer.IndexerSchedules(most, compat.decode_query_len(self.vllm_config))
+                setattr(self, _SCHEDULES, schedules)
+            schedules.plan(step, common_attn_metadata, metadata.num_decodes)
             setattr(metadata, _STEP, step)
         return metadata
 
