@@ -107,8 +107,7 @@ def plan_step(common: Any, num_decodes: int, num_decode_tokens: int) -> IndexerS
             begins = begins - num_decode_tokens
         known = compat.host_lengths(common, common.query_start_loc_cpu.numpy()[:num_reqs])
         longest = common.max_seq_len if known is None else known[num_decodes:].max()
-        # copied, because kernels are compiled apart for tensors that are not aligned to 16 bytes
-        some = begins, lengths[num_decodes:num_reqs].clone(), table[num_decodes:num_reqs]
+        some = begins, lengths[num_decodes:num_reqs], table[num_decodes:num_reqs]
         parts.append(Requests(num_decode_tokens, num_tokens, *some, int(longest)))
     return IndexerStep(num_tokens, tuple(parts))
 
