@@ -21,7 +21,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch):
     plugin = Plugin()
     made = Registry(plugins=[("reference", "mla_portable.reference"), ("fused", plugin)], environ={})
     monkeypatch.setattr(registry, "_registry", made)
-    monkeypatch.setattr(indexer, "_servers", functools.cache(dict))
+    monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     indexer_choice.forget()
     indexer_seams.install()
     without_kernels(monkeypatch)
