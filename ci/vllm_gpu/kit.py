@@ -146,7 +146,7 @@ def served_loads(ran: Mapping[str, Done], engine: str) -> list[EngineLoad]:
         same = {"engine": engine, "backend": backend, "heads": job.heads, "layers": done.result["layers"], "mode": mode}
         for one in done.result["loads"]:
             if one["turn"] >= 0:
-                given = {key: value for key, value in one.items() if key != "seconds"}
+                given = {key: value for key, value in one.items() if key not in ("seconds", "ours")}
                 found.append(EngineLoad.model_validate({**same, "requests": job.options["requests"], **given}))
     return found
 

@@ -143,8 +143,8 @@ def rank(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
 def serve(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
     """A mixed load at each rate of arrival, in turns. Before them one all at once, turn -1: it compiles what no warm-up did.
 
-    Returns: loads, each with its rate, turn, what `mixed_load.measured` says, and the kernels that it compiled. peak_mib: of
-    the allocator. layers: of the model.
+    Returns: loads, each with its rate, turn, what `mixed_load.measured` says, the kernels that it compiled, and which of them
+    are ours. peak_mib: of the allocator. layers: of the model.
     """
     config = llm.llm_engine.vllm_config.model_config.hf_config
     loads: list[dict[str, Any]] = []
@@ -153,7 +153,15 @@ def serve(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
         with turn(where, pinned=False), mixed_load.compilations() as compiled:
             llm.reset_prefix_cache()
             served = mixed_load.serve(llm.llm_engine, requests)
-        loads.append({"rate": rate, "turn": number, **mixed_load.measured(served), "compiled": dict(compiled)})
+        loads.append(
+            {
+                "rate": rate,
+                "turn": number,
+                **mixed_load.measured(served),
+                "compiled": dict(compiled.kernels),
+                "ours": sorted(compiled.ours),
+            }
+        )
         print(json.dumps(loads[-1]), flush=True)
     peak = round(torch.accelerator.max_memory_allocated() / 2**20)
     return {"loads": loads, "peak_mib": peak, "layers": config.num_hidden_layers}

@@ -15,7 +15,7 @@ import pytest
 import torch
 import vllm_indexer
 from vllm.forward_context import set_forward_context
-from vllm_engine import CPU
+from vllm_engine import CPU, MAX_LEN
 from vllm_indexer import BLOCK, HEADS, NAME, TOPK, WIDTH, call, check, make_batch, make_indexer, run, without_kernels
 
 from mla_portable import primitives, use
@@ -143,11 +143,14 @@ def test_profiling_binds_and_shows_its_scratch(monkeypatch: pytest.MonkeyPatch):
         return empty(*(1 if size[0] == primitives.SELECT_SCRATCH_BYTES else each for each in size), **options)
 
     monkeypatch.setattr(torch, "empty", spy)
-    compiled: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(indexer, "_run_once", lambda select, *kind: compiled.append(kind))
+    compiled: list[dict[str, Any]] = []
+    monkeypatch.setattr(indexer, "warm_indexer", lambda select, pages, **kind: compiled.append({"pages": pages(3), **kind}))
     monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     assert call(engine, step, None) is not None
-    assert primitives.SELECT_SCRATCH_BYTES in taken and compiled == [(HEADS, TOPK, CPU, ContextShare())]
+    assert primitives.SELECT_SCRATCH_BYTES in taken and len(compiled) == 1
+    kind = compiled[0]
+    assert (kind["num_heads"], kind["topk"], kind["longest"], kind["share"]) == (HEADS, TOPK, MAX_LEN, ContextShare())
+    assert kind["pages"].shape == (3, 64, 132)
     assert [key[:5] for key in indexer._indexers()] == [(CPU, HEADS, TOPK, "ue8m0", ContextShare())]
     assert (engine.topk == 77).all()
 

@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument
 from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import pairs, route_pairs, served_by
@@ -58,16 +56,10 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             need_lse=need_lse,
             attn_sink=has_sinks,
         )
+        buffers = scratch.step_buffers(resolved, vllm_config, device)
+        self.attention = model.bind(resolved, device, buffers)
         with neutral_defaults():
-            buffers, join = scratch.step_buffers(resolved, vllm_config, device), compat.query_joiner()
-            self.attention = SparseMLAAttention(
-                resolved.spec, device=device, buffers=buffers, join_query=join, route_decision=resolved.decision
-            )
-            # Lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far.
-            config = replace(self.attention.planner_config(), block_size=None)
-            if config.schedule_kind is not None and config.schedule_kind.assumes_topk:
-                config = replace(config, few_tokens=compat.few_decode_tokens())
-            self.planner = Planner(config)
+            self.planner = Planner(model.planner_config(self.attention))
         microbatches = compat.runs_microbatches(vllm_config)
         self._workspace = None if buffers is None or microbatches else compat.workspace_manager()
         for impl in impls:

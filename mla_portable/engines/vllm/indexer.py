@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +38,7 @@ from mla_portable.contracts import (
 from mla_portable.engines.common.index_keys import facts_of_pages, kind_of_pages
 from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import bind_for, in_words, pairs
+from mla_portable.engines.common.warm_up import warm_indexer
 from mla_portable.engines.vllm import compat, settings
 from mla_portable.engines.vllm.context_parallel import gather_from_ranks
 from mla_portable.engines.vllm.model import BLOCK_SIZE
@@ -120,8 +121,7 @@ def plan_step(common: Any, num_decodes: int, num_decode_tokens: int) -> IndexerS
             begins = begins - num_decode_tokens
         known = compat.host_lengths(common, common.query_start_loc_cpu.numpy()[:num_reqs])
         longest = common.max_seq_len if known is None else known[num_decodes:].max()
-        # copied, because kernels are compiled apart for tensors that are not aligned to 16 bytes
-        some = begins, lengths[num_decodes:num_reqs].clone(), table[num_decodes:num_reqs]
+        some = begins, lengths[num_decodes:num_reqs], table[num_decodes:num_reqs]
         parts.append(Requests(num_decode_tokens, num_tokens, *some, int(longest)))
     return IndexerStep(num_tokens, tuple(parts))
 
@@ -240,22 +240,38 @@ def _indexers() -> dict[tuple[object, ...], BoundIndexer]:
 
 
 def indexer_for(
-    kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, *, scale_format: str, share: ContextShare, reason: str
+    kv_cache: Tensor,
+    num_heads: int,
+    topk: int,
+    device: torch.device,
+    *,
+    scale_format: str,
+    share: ContextShare,
+    longest: int,
+    reason: str,
 ) -> BoundIndexer:
     """The indexer of layers with this cache, `index_fp8`; before there is a cache, of one in whole rows of blocks of 64.
 
     Args:
         scale_format: "ue8m0", or what else vLLM calls it. share: what the cache holds of each sequence.
-        reason: why this indexer serves, for the log.
-    Binds and tries implementations at the first call of a kind, which belongs outside of CUDA graphs: vLLM's profiling run.
+        longest: tokens of the longest sequence. reason: why this indexer serves, for the log.
+    Binds and tries implementations at the first call of a kind, and makes what its steps need, which belongs outside of CUDA
+    graphs: vLLM's profiling run.
     Raises: UnsupportedRequest, with every reason, when nothing serves the indexer here; InvalidArgument for another cache.
     """
-    key = device, num_heads, topk, scale_format, share, kind_of_pages(kv_cache) if kv_cache.numel() else None
+    pages = kind_of_pages(kv_cache) if kv_cache.numel() else _first_kind(device)
+    key = device, num_heads, topk, scale_format, share, pages
     bound = _indexers()
     found = bound.get(key)
     if found is None:
-        found = bound[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, reason)
+        found = bound[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, longest, reason)
     return found
+
+
+@cache
+def _first_kind(device: torch.device) -> tuple[object, ...]:
+    """That of a cache of pages one behind the other, for which vLLM's profiling run binds."""
+    return kind_of_pages(_pages_like(torch.empty(0), device, 2))
 
 
 def can_capture() -> bool:
@@ -264,7 +280,14 @@ def can_capture() -> bool:
 
 
 def _bind(
-    kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, scale_format: str, share: ContextShare, reason: str
+    kv_cache: Tensor,
+    num_heads: int,
+    topk: int,
+    device: torch.device,
+    scale_format: str,
+    share: ContextShare,
+    longest: int,
+    reason: str,
 ) -> BoundIndexer:
     facts: dict[str, Any] = {"kv_layout": INDEX_FP8.name, "block_size": BLOCK_SIZE}
     if kv_cache.numel():
@@ -298,7 +321,15 @@ def _bind(
     select = by[INDEXER_SELECT]
     write = by.get(INDEXER_CACHE_WRITE)
     merge = SelectionMerge(share, topk, by[TOPK_SELECT], gather_from_ranks, device) if shared else None
-    _run_once(select, num_heads, topk, device, share)
+    warm_indexer(
+        select,
+        partial(_pages_like, kv_cache, device),
+        num_heads=num_heads,
+        topk=topk,
+        longest=longest,
+        dtype=torch.float8_e4m3fn,
+        share=share,
+    )
     publish(here.name, served, settings.logger)
     words = in_words(served) + ("" if write else ", keys written by vLLM")
     _log_server(f"{here}, {num_heads} heads, top-{topk}: {words}", reason)
@@ -309,21 +340,13 @@ def _bind(
     return BoundIndexer(select, write, merge, *own)
 
 
-def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device, share: ContextShare) -> None:
-    """A decode and a prefill over empty pages, so that kernels are compiled now and not for a user's first request."""
-    tokens, int32 = 8, torch.int32
-    with neutral_defaults():
-        q = torch.zeros((tokens, num_heads, INDEX_HEAD_SIZE), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        weights = torch.zeros((tokens, num_heads), device=device)
-        pages = torch.zeros((2, BLOCK_SIZE, INDEX_FP8.row_width), dtype=torch.uint8, device=device)
-        table, lengths = (torch.ones((1, 2), dtype=int32, device=device), torch.full((1,), tokens, dtype=int32, device=device))
-        out = torch.empty((tokens, topk), dtype=int32, device=device)
-        for first in (tokens - 1, 0):
-            starts = torch.tensor([0, tokens - first], dtype=int32, device=device)
-            own: dict[str, Any] = {"out": out[first:], **share.arguments}
-            if share.size > 1:
-                own["scores_out"] = torch.empty(own["out"].shape, device=device)
-            select(q[first:], weights[first:], pages, starts, lengths, table, topk=topk, **own)
+def _pages_like(kv_cache: Tensor, device: torch.device, count: int) -> Tensor:
+    """Pages of zeros that lie as those of the cache; before there is one, one behind the other."""
+    if not kv_cache.numel():
+        return torch.zeros((count, BLOCK_SIZE, INDEX_FP8.row_width), dtype=torch.uint8, device=device)
+    apart = kv_cache.stride(0) if len(kv_cache) > 1 else kv_cache[0].numel()
+    memory = torch.zeros(count * apart, dtype=torch.uint8, device=device)
+    return memory.as_strided((count, *kv_cache.shape[1:]), (apart, *kv_cache.stride()[1:]))
 
 
 @cache

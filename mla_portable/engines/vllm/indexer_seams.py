@@ -125,6 +125,7 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
         all_metadata = context.attn_metadata
         share = share_of(call.get("dcp_world_size", 1), call.get("dcp_rank", 0), call.get("cp_kv_cache_interleave_size", 1))
         kind: dict[str, Any] = {"scale_format": scale_format, "share": share, "reason": choice.reason}
+        kind["longest"] = call["max_model_len"]
         if not isinstance(all_metadata, dict):  # vLLM profiles memory, or a rank has nothing to do
             bound = indexer.indexer_for(kv_cache, q.shape[1], topk, q.device, **kind)
             torch.empty(bound.scratch_bytes(q.shape[0]), dtype=torch.uint8, device=q.device)
