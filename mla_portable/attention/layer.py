@@ -201,9 +201,9 @@ class SparseMLAAttention:
             plan: made for this batch by a planner of `planner_config()`.
             attn_sink: [H] float32, in place of the one that the layer was built with: a model's layers may share this object
                 and have sinks of their own. Only where `spec.attn_sink`; a CUDA graph reads this tensor at every replay.
-            same_selection: a promise that `topk_indices` holds what it held at the last forward with these buffers, as in models
-                whose indexer serves several layers. What that forward converted is read again, if it was given the same tensor
-                and plan, and the buffers keep a step of this size (`StepBuffers.kept`); else this one converts.
+            same_selection: a promise that `topk_indices` holds what it held at the last forward with these buffers, as in
+                models whose indexer serves several layers. What that forward converted is read again, if it was given the same
+                tensor and plan, and the buffers keep a step of this size (`StepBuffers.kept`); else this one converts.
             out: [T, H, V] bf16, written. lse_out: [T, H] float32, written where `spec.need_lse`, else scratch.
         Returns: out and lse, natural logarithm; lse is None unless `spec.need_lse`. A row without a valid index, padding
             included, has out = 0 and lse = -inf; so has a token none of whose positions are in the spec's share.
@@ -215,7 +215,12 @@ class SparseMLAAttention:
         """
         if not self._accelerator.is_current():
             with self._accelerator.guard():
-                given: dict[str, Any] = {"attn_sink": attn_sink, "same_selection": same_selection, "out": out, "lse_out": lse_out}
+                given: dict[str, Any] = {
+                    "attn_sink": attn_sink,
+                    "same_selection": same_selection,
+                    "out": out,
+                    "lse_out": lse_out,
+                }
                 return self.forward(q, kv_cache, topk_indices, plan, **given)
         if attn_sink is None:
             attn_sink = self._attn_sink
