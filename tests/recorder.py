@@ -15,7 +15,8 @@ from mla_portable.primitives import SPARSE_DECODE
 
 
 class Recorder:
-    """The plugin: `calls` holds (primitive, args, kwargs) of every call, `bound` every request that was bound."""
+    """The plugin: `calls` holds (primitive, args, kwargs) of every call, `called` for which request its callable was bound, and
+    `bound` every request that was bound."""
 
     def __init__(
         self,
@@ -27,6 +28,7 @@ class Recorder:
         prefills_as: str = "",
     ):
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.called: list[Request] = []
         self.bound: list[Request] = []
         self.name, self.schedule_kind, self.preference = name, schedule_kind, preference
         self.support = {"device_types": ("cpu", "cuda"), "kv_layouts": tuple(LAYOUTS), **(support or {})}
@@ -52,6 +54,7 @@ class Recorder:
 
         def call(*args: Any, **kwargs: Any) -> tuple[object, object]:
             self.calls.append((str(request.primitive), args, kwargs))
+            self.called.append(request)
             if kwargs.get("out", self) is None:  # of attention, which makes one
                 return args[0][..., :KV_LORA_RANK], self
             return self, self

@@ -200,6 +200,94 @@ def test_layers_share_buffers():
         assert_matches(step, out, lse)
 
 
+@pytest.mark.parametrize("name", ["decodes", "decodes and prefills in chunks", "mixed, padded"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_layers_of_one_selection_convert_it_once(route: str, name: str):
+    step = make_step(name, "fp8_ds_mla")
+    first = make_layer(route)
+    second, plan = make_layer(route, buffers=first.buffers), plan_for(first, step.batch)
+    wanted = first(step.q, step.kv_cache, step.topk_indices, plan)
+    written = [tensor.clone() for tensor in first.buffers.kept]
+    for tensor in first.buffers.kept:
+        tensor.fill_(-1)  # a layer that reads again finds nothing, one that converts writes it anew
+    out, lse = second(step.q, step.kv_cache, step.topk_indices, plan, same_selection=True)
+    assert not out.any() and (lse == -torch.inf).all()
+    for tensor, value in zip(first.buffers.kept, written, strict=True):
+        tensor.copy_(value)
+    for layer in (first, second):
+        out, lse = layer(step.q, step.kv_cache, step.topk_indices, plan, same_selection=True)
+        assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    assert_matches(step, *wanted)
+
+
+def conversions(plugin: Recorder) -> int:
+    return sum(name == "convert_indices" for name, _, _ in plugin.calls)
+
+
+@pytest.mark.parametrize("changed", ["nothing", "tensor", "plan", "cache", "buffers", "no promise", "another step between"])
+def test_a_selection_is_read_again_only_where_it_is_the_same(changed: str):
+    plugin, layer = recorded_layer("direct", query_len=1)
+    step = make_step("decodes", "fp8_ds_mla")
+    planner = Planner(layer.planner_config())
+    plan, topk, cache = planner.plan(step.batch), step.topk_indices, step.kv_cache
+    layer(step.q, cache, topk, plan, same_selection=True)
+    assert conversions(plugin) == 1  # the first forward has nothing to read
+    if changed == "plan":
+        plan = planner.plan(step.batch)
+    elif changed == "tensor":
+        topk = topk.clone()
+    elif changed == "cache":
+        cache = cache[:-1]
+    elif changed == "buffers":
+        layer.buffers = replace(layer.buffers, kept=None)
+        layer(step.q, cache, topk, plan)
+    elif changed == "another step between":
+        layer(step.q, cache, topk.clone(), plan)
+    before = conversions(plugin)
+    layer(step.q, cache, topk, plan, same_selection=changed != "no promise")
+    assert conversions(plugin) - before == (0 if changed == "nothing" else 1)
+
+
+def test_steps_larger_than_what_is_kept_are_converted_in_each_layer():
+    plugin, layer = recorded_layer("direct", query_len=1)
+    layer.buffers = replace(layer.buffers, kept=tuple(tensor[:3].clone() for tensor in layer.buffers.kept))
+    for name, once in (("decodes", True), ("decodes, padded", False)):  # three tokens, five
+        step = make_step(name, "fp8_ds_mla")
+        plan, before = plan_for(layer, step.batch), conversions(plugin)
+        for same in (False, True, True):
+            layer(step.q, step.kv_cache, step.topk_indices, plan, same_selection=same)
+        assert conversions(plugin) - before == (1 if once else 3)
+
+
+def test_a_conversion_that_failed_is_not_read_again():
+    layer, step = make_layer("direct"), make_step("decodes", "fp8_ds_mla")
+    plan = plan_for(layer, step.batch)
+    wanted, _ = layer(step.q, step.kv_cache, step.topk_indices, plan)
+    working = layer._bound
+
+    def fails(*args, out, **named):
+        out[0].fill_(-1)
+        raise RuntimeError("a kernel that stopped halfway")
+
+    layer._bound = replace(working, convert=replace(working.convert, call=fails))
+    with pytest.raises(RuntimeError, match="halfway"):
+        layer(step.q, step.kv_cache, step.topk_indices, plan)
+    layer._bound = working
+    out, _ = layer(step.q, step.kv_cache, step.topk_indices, plan, same_selection=True)
+    assert torch.equal(out, wanted)
+
+
+def test_decode_behind_no_conversion_is_promised_nothing_about_what_is_in_front():
+    plugin = Recorder(support={"ends_in_order": True})
+    layer = SparseMLAAttention(replace(SPEC, route="direct"), device="cpu", registry=registry_of(plugin))
+    step = make_step("decodes", "fp8_ds_mla")
+    plan = plan_for(layer, step.batch)
+    for same in (False, True):
+        layer(step.q, step.kv_cache, step.topk_indices, plan, same_selection=same)
+    decodes = [request.follows_in_order for request in plugin.called if str(request.primitive) == "sparse_decode"]
+    assert decodes == [True, False] and conversions(plugin) == 1
+
+
 @pytest.mark.parametrize(("built", "stepped"), [(True, False), (False, True)])
 def test_a_layer_may_be_built_and_stepped_in_different_modes(built: bool, stepped: bool):
     step = make_step("decodes and prefills in chunks", "fp8_ds_mla")

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.route_decision import RoutePart, RouteVerdict
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.choose.bound import Bound
-from mla_portable.contracts import Request, ScheduleKind, StepPlan
+from mla_portable.contracts import Decision, Request, ScheduleKind, StepPlan
 from mla_portable.primitives import (
     CONVERT_INDICES,
     GATHER_UPCONVERT,
@@ -32,6 +32,7 @@ class BoundRoute:
     Attributes:
         convert: convert_indices. share_arguments: its keywords for the spec's `ContextShare`.
         decoders: sparse_decode, one for each range of rows, ascending; () where sparse_prefill serves all tokens.
+        apart: likewise, for calls that do not come right behind a conversion: without the promise `follows_in_order`.
         max_rows: rows of each decoder but the last, which has no limit.
         gather: gather_upconvert. prefill_gathered: sparse_prefill on what it wrote. None on a route without a workspace.
         prefill_in_place: sparse_prefill on the cache itself; None where all is gathered, or sparse_decode serves all tokens.
@@ -42,6 +43,7 @@ class BoundRoute:
     convert: Bound[ConvertIndices]
     share_arguments: Mapping[str, Any]
     decoders: tuple[Bound[SparseDecode], ...]
+    apart: tuple[Bound[SparseDecode], ...]
     max_rows: tuple[int, ...]
     gather: Bound[GatherUpconvert] | None
     prefill_gathered: Bound[SparsePrefill] | None
@@ -58,9 +60,9 @@ class BoundRoute:
         """What the decoder of the largest batches was made for."""
         return self.decoders[-1].request if self.decoders else None
 
-    def decoder(self, rows: int) -> Bound[SparseDecode]:
-        """The sparse_decode for a batch of so many rows."""
-        return self.decoders[bisect_left(self.max_rows, rows)]
+    def decoder(self, rows: int, *, apart: bool) -> Bound[SparseDecode]:
+        """The sparse_decode for a batch of so many rows. `apart`: it does not come right behind convert_indices."""
+        return (self.apart if apart else self.decoders)[bisect_left(self.max_rows, rows)]
 
     def decodes(self, plan: StepPlan) -> bool:
         """The plan's decode tokens are served by sparse_decode, not by the sparse_prefill that serves what follows them."""
@@ -91,12 +93,18 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, registry: LayerRegist
         convert=registry.bound(convert.decision, CONVERT_INDICES),
         share_arguments=spec.share.arguments,
         decoders=decoders,
+        apart=tuple(registry.bound(_without_order(part.decision), SPARSE_DECODE) for part in decoding),
         max_rows=tuple(part.most_rows for part in decoding if part.most_rows is not None),
         gather=registry.bound(gather.decision, GATHER_UPCONVERT) if gather else None,
         prefill_gathered=registry.bound(gathered.decision, SPARSE_PREFILL) if gathered else None,
         prefill_in_place=from_cache,
         prefill_takes_decodes=bool(same_kernel) and not spec.batch_invariant,
     )
+
+
+def _without_order(decision: Decision) -> Decision:
+    """The same choice, bound without the promise about the kernel in front: promises never decide what can run."""
+    return replace(decision, request=decision.request.but(follows_in_order=False))
 
 
 def decode_parts(verdict: RouteVerdict) -> list[RoutePart]:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import StepViews, TokenRange, rows_of
-from mla_portable.contracts import InvalidArgument, PrefillChunk, StepPlan
+from mla_portable.contracts import InvalidArgument, PrefillChunk, Request, StepPlan
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe
 from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.kit.rules import extent
@@ -25,6 +26,8 @@ class StepBuffers:
 
     Attributes:
         indices: [max_num_tokens, K] int32. counts: [max_num_tokens] int32. Where convert_indices writes.
+        kept: likewise (indices, counts) for steps that are no larger, which nothing writes between a step's layers: layers that
+            attend to the same selection convert it once. None where others use the memory between the layers.
         lse: [max_num_tokens, H] float32, for layers that return none; None where every layer does.
         query: [max_num_tokens, H, query width] bf16, where a (ql_nope, q_pe) pair is joined; None where none is expected.
         workspace: [W, key width] bf16 for gathered prefill contexts; None for routes without one.
@@ -35,7 +38,9 @@ class StepBuffers:
     lse: Tensor | None = None
     query: Tensor | None = None
     workspace: Tensor | None = None
+    kept: tuple[Tensor, Tensor] | None = None
     _last: list[StepViews] = field(default_factory=list[StepViews], init=False, repr=False)
+    _held: list[_Conversion] = field(default_factory=list["_Conversion"], init=False, repr=False)
 
     @classmethod
     def allocate(
@@ -54,12 +59,14 @@ class StepBuffers:
         with neutral_defaults():
             if has_workspace and workspace is None:
                 workspace = empty(spec.workspace_rows, width, dtype=torch.bfloat16)
+            indices, counts = empty(tokens, spec.topk, dtype=torch.int32), empty(tokens, dtype=torch.int32)
             return cls(
-                indices=empty(tokens, spec.topk, dtype=torch.int32),
-                counts=empty(tokens, dtype=torch.int32),
+                indices=indices,
+                counts=counts,
                 lse=None if spec.need_lse else empty(tokens, heads, dtype=torch.float32),
                 query=empty(tokens, heads, spec.query_width, dtype=torch.bfloat16) if spec.joins_query else None,
                 workspace=workspace if has_workspace else None,
+                kept=(indices, counts),
             )
 
     def check(self, spec: AttentionSpec, device: torch.device, *, has_workspace: bool) -> None:
@@ -73,6 +80,10 @@ class StepBuffers:
             _check("query", self.query, (tokens, heads, spec.query_width), torch.bfloat16, device)
         if has_workspace:
             _check("workspace", self.workspace, (spec.workspace_rows, width), torch.bfloat16, device)
+        if self.kept is not None:
+            rows = len(self.kept[1])
+            _check("kept[0]", self.kept[0], (rows, spec.topk), torch.int32, device)
+            _check("kept[1]", self.kept[1], (rows,), torch.int32, device)
 
     def step(self, plan: StepPlan, *, decodes: bool) -> StepViews:
         """The views of a plan that fits, on these buffers; made once for all layers of the step.
@@ -83,6 +94,23 @@ class StepBuffers:
             self._last[:] = [step_views(plan, decodes, self)]
         return self._last[0]
 
+    def holds(self, step: StepViews, topk_indices: Tensor, num_slots: int, request: Request[Any]) -> bool:
+        """The indices and counts of `step` are what `request` of convert_indices makes of these positions, in this step."""
+        if not self._held:
+            return False
+        held = self._held[0]
+        same = held.step is step and held.topk_indices is topk_indices and held.num_slots == num_slots
+        return same and (held.request is request or held.request == request)
+
+    def forget(self) -> None:
+        """Indices and counts are about to be written."""
+        self._held.clear()
+
+    def remember(self, step: StepViews, topk_indices: Tensor, num_slots: int, request: Request[Any]) -> None:
+        """They were made of this; `holds` says so from now on, where nothing else writes them."""
+        if step.kept:
+            self._held.append(_Conversion(step, topk_indices, num_slots, request))
+
     def extents(self, *, query: bool, lse: bool) -> dict[str, tuple[int, int]]:
         """Name -> address range of what a step writes here; `query` and `lse` say whether it uses these two."""
         named = {
@@ -92,19 +120,23 @@ class StepBuffers:
             "query": self.query if query else None,
             "lse": self.lse if lse else None,
         }
+        if self.kept is not None and self.kept[0] is not self.indices:
+            named |= {"kept[0]": self.kept[0], "kept[1]": self.kept[1]}
         return {f"the layer's buffers.{name}": extent(tensor) for name, tensor in named.items() if tensor is not None}
 
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
-        tensors = (self.indices, self.counts, self.lse, self.query, self.workspace)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        tensors = (self.indices, self.counts, self.lse, self.query, self.workspace, *(self.kept or ()))
+        return sum(each.nbytes for each in {id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
 def step_views(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> StepViews:
     """The views of a plan on buffers that are large enough for it."""
     tokens, workspace = plan.num_padded_tokens, buffers.workspace
-    indices, counts = buffers.indices[:tokens], buffers.counts[:tokens]
+    kept = buffers.kept is not None and tokens <= len(buffers.kept[1])
+    of_all = buffers.kept if buffers.kept is not None and kept else (buffers.indices, buffers.counts)
+    indices, counts = (tensor[:tokens] for tensor in of_all)
     lse, query = (None if tensor is None else tensor[:tokens] for tensor in (buffers.lse, buffers.query))
 
     def part(begin: int, end: int, shape: tuple[int, ...], chunk: PrefillChunk | None = None) -> TokenRange:
@@ -124,7 +156,17 @@ def step_views(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> StepViews
     end = max(begin, plan.num_decode_tokens + plan.num_prefill_tokens)
     if begin < end:
         prefills.append(part(begin, end, (end - begin,)))
-    return StepViews(plan, decodes, indices, counts, lse, query, decode, tuple(prefills), end)
+    return StepViews(plan, decodes, indices, counts, lse, query, decode, tuple(prefills), end, kept)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Conversion:
+    """What the kept indices and counts were made of."""
+
+    step: StepViews
+    topk_indices: Tensor
+    num_slots: int
+    request: Request[Any]
 
 
 def _check(name: str, tensor: Tensor | None, least: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

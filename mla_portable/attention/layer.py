@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SparseMLAAttention: one layer's attention. Its primitives are bound when it is built; each step follows its plan.
 
-All tokens: convert_indices, once, compacted where that saves work. Then every part writes its own rows of `out` and `lse`:
+All tokens: convert_indices, once, compacted where that saves work; not again for a layer that attends to the selection of the
+layer before it. Then every part writes its own rows of `out` and `lse`:
 decode tokens    sparse_decode on the cache, as [requests, query length] rows, by the implementation for so many of them. In a
                  step with prefills, sparse_prefill serves them too where it is the same kernel on the cache: one call fills
                  the device better than two
@@ -187,6 +188,7 @@ class SparseMLAAttention:
         plan: StepPlan,
         *,
         attn_sink: Tensor | None = None,
+        same_selection: bool = False,
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -200,6 +202,9 @@ class SparseMLAAttention:
             plan: made for this batch by a planner of `planner_config()`.
             attn_sink: [H] float32, in place of the one that the layer was built with: a model's layers may share this object
                 and have sinks of their own. Only where `spec.attn_sink`; a CUDA graph reads this tensor at every replay.
+            same_selection: a promise that `topk_indices` holds what it held at the last forward with these buffers, as in
+                models whose indexer serves several layers. What that forward converted is read again, if it was given the same
+                tensor and plan, and the buffers keep a step of this size (`StepBuffers.kept`); else this one converts.
             out: [T, H, V] bf16, written. lse_out: [T, H] float32, written where `spec.need_lse`, else scratch.
         Returns: out and lse, natural logarithm; lse is None unless `spec.need_lse`. A row without a valid index, padding
             included, has out = 0 and lse = -inf; so has a token none of whose positions are in the spec's share.
@@ -211,7 +216,13 @@ class SparseMLAAttention:
         """
         if not self._accelerator.is_current():
             with self._accelerator.guard():
-                return self.forward(q, kv_cache, topk_indices, plan, attn_sink=attn_sink, out=out, lse_out=lse_out)
+                given: dict[str, Any] = {
+                    "attn_sink": attn_sink,
+                    "same_selection": same_selection,
+                    "out": out,
+                    "lse_out": lse_out,
+                }
+                return self.forward(q, kv_cache, topk_indices, plan, **given)
         if attn_sink is None:
             attn_sink = self._attn_sink
         self._check(q, kv_cache, topk_indices, plan, out, lse_out, attn_sink)
@@ -229,23 +240,29 @@ class SparseMLAAttention:
             query = q
         else:  # without a rotary part there is nothing to join
             query = step.join_query(q, self._join_query) if spec.joins_query else q[0]
-        converts = bound.convert.request
-        bound.convert.call(
-            topk_indices if topk_indices.shape[0] == num_tokens else topk_indices[:num_tokens],
-            plan.req_id_per_token,
-            plan.block_table,
-            block_size=spec.block_size,
-            num_slots=(kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache).shape[0] * spec.block_size,
-            prefill_request_ids=plan.prefill_request_ids,
-            prefill_workspace_starts=plan.prefill_workspace_starts,
-            compact=converts.compact,
-            **({"seq_lens": plan.seq_lens} if converts.seq_lens and plan.seq_lens is not None else {}),
-            **bound.share_arguments,
-            out=(step.indices, step.counts),
-        )
+        converts, first = bound.convert.request, kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache
+        num_slots = first.shape[0] * spec.block_size
+        made_of = step, topk_indices, num_slots, converts
+        reads_again = same_selection and self.buffers.holds(*made_of)
+        if not reads_again:
+            self.buffers.forget()
+            bound.convert.call(
+                topk_indices if topk_indices.shape[0] == num_tokens else topk_indices[:num_tokens],
+                plan.req_id_per_token,
+                plan.block_table,
+                block_size=spec.block_size,
+                num_slots=num_slots,
+                prefill_request_ids=plan.prefill_request_ids,
+                prefill_workspace_starts=plan.prefill_workspace_starts,
+                compact=converts.compact,
+                **({"seq_lens": plan.seq_lens} if converts.seq_lens and plan.seq_lens is not None else {}),
+                **bound.share_arguments,
+                out=(step.indices, step.counts),
+            )
+            self.buffers.remember(*made_of)
         if step.decode is not None:
             part = step.decode
-            decoder = bound.decoder(part.end)
+            decoder = bound.decoder(part.end, apart=reads_again)
             decoder.call(
                 part.rows(query),
                 kv_cache,

@@ -53,7 +53,7 @@ class StepViews:
         plan: as given. indices: [T, K], counts: [T], lse: [T, H], query: [T, H, V + R]: the buffers' rows of all tokens.
         decodes: sparse_decode serves what the plan says it does; else sparse_prefill serves that too.
         decode: the leading tokens, None where nothing decodes. prefills: what follows, in order.
-        end: tokens that the parts serve.
+        end: tokens that the parts serve. kept: nothing but convert_indices writes `indices` and `counts`, from layer to layer.
     """
 
     plan: StepPlan
@@ -65,6 +65,7 @@ class StepViews:
     decode: TokenRange | None
     prefills: tuple[TokenRange, ...]
     end: int
+    kept: bool
 
     def join_query(self, pair: tuple[Tensor, Tensor], join: JoinQuery) -> Tensor:
         """(ql_nope [T, H, V], q_pe [T, H, R]) -> [T, H, V + R] at a stable address; the last pair is overwritten."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from mla_portable.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.bench.timing import Timing
 from mla_portable.capability.profiles import Profile
 from mla_portable.capability.run import Baseline, Run, Time
+from mla_portable.judge.problems.indexer_select import PREFILL_ROWS
+from mla_portable.primitives import INDEXER_SELECT
 from mla_portable.times.records import MeasuredTime, Measurement
+from mla_portable.times.selection import form_of
 
 _DIGITS: Final = 3
 """After the point of a microsecond; a clock of the device is no finer."""
@@ -105,12 +108,7 @@ def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | Non
     Args:
         profiles: the device is called as its profile, where there is one. backend: whose; None for all.
     """
-    names = [profile.name for profile in profiles.values() if profile.matches(run.device_name)]
-    versions = tuple(
-        sorted((name, version) for name, version in run.versions.items() if name not in ("python", "mla_portable"))
-    )
-    device = names[0] if len(names) == 1 else run.device_name
-    measurement = Measurement(device, (run.device_name,), run.date, run.release, versions)
+    measurement = _measurement(run, profiles)
     found: dict[tuple[Any, ...], MeasuredTime] = {}
     disturbed = run.disturbed
     for time in sorted(run.times, key=lambda time: time.width):
@@ -120,3 +118,36 @@ def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | Non
         size = time.implementation, time.primitive, time.layout, time.heads, topk, time.rows
         found[(*size, time.form)] = MeasuredTime(*size, round(time.us, 2), measurement, time.form)
     return list(found.values())
+
+
+def selection_records(
+    run: Run, profiles: Mapping[str, Profile], engine: str, backend: str | None = None
+) -> tuple[list[MeasuredTime], list[MeasuredTime]]:
+    """Times of indexer_select by the keys of a request, for `selection_times`: ours, and the fastest baseline's as `engine`.
+
+    Left out: rows that are tokens of one request, problems without a baseline, and disturbed ones.
+    """
+    measurement, disturbed = _measurement(run, profiles), run.disturbed
+    ours: list[MeasuredTime] = []
+    theirs: dict[tuple[Any, ...], MeasuredTime] = {}
+    for time in run.times:
+        if time.primitive != str(INDEXER_SELECT) or time.rows >= PREFILL_ROWS or time.baseline is None:
+            continue
+        if time.problem in disturbed or backend not in (None, time.implementation.partition(".")[0]):
+            continue
+        own = MeasuredTime(
+            *(time.implementation, time.primitive, time.layout, time.heads, time.topk, time.rows, round(time.us, 2)),
+            measurement,
+            form_of(time.width),
+        )
+        ours.append(own)
+        theirs[time.problem] = replace(own, implementation=engine, us=round(time.baseline.us, 2))
+    return ours, list(theirs.values())
+
+
+def _measurement(run: Run, profiles: Mapping[str, Profile]) -> Measurement:
+    """Where the times of a run come from; the device is called as its profile, where there is one."""
+    names = [profile.name for profile in profiles.values() if profile.matches(run.device_name)]
+    versions = tuple(sorted((name, version) for name, version in run.versions.items() if name not in _NO_LIBRARY))
+    device = names[0] if len(names) == 1 else run.device_name
+    return Measurement(device, (run.device_name,), run.date, run.release, versions)

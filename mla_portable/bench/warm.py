@@ -26,7 +26,7 @@ from mla_portable.contracts import DeviceFacts, UnsupportedRequest
 from mla_portable.engines.common.asked import indexer_requests, layer_spec
 from mla_portable.engines.common.routing import in_words, pairs, served_by
 from mla_portable.engines.common.warm_up import warm_indexer, warm_layer, warm_prompts
-from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS, SCALE_FORMATS
+from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS
 from mla_portable.models import Model
 
 

@@ -97,7 +97,7 @@ class OwnTimes:
                 what = f"{path}: {first}" + (f", and {len(others)} more like this" if others else "")
                 ignored.append(Ignored(what, f"{_TUNE_AGAIN} delete it" if first == OLD_TABLE else _REMEDY))
             times = tuple(each for each in file.times if (each.implementation, each.primitive) in offered)
-            if times or file.prompts:
+            if times or file.prompts or file.baselines:
                 files.append(replace(file, times=times))
         return cls(tuple(files), tuple(ignored))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from mla_portable.cli.kernels import kernels
 from mla_portable.cli.options import check_writable, help_of, in_help
 from mla_portable.cli.output import command
 from mla_portable.cli.prompts import prompts
+
+if TYPE_CHECKING:
+    from mla_portable.times.records import MeasuredTime
 
 bench = typer.Typer(cls=Commands, help="Time kernels on this machine, or make a plugin's costs of the times of a run.")
 EXAMPLES = {
@@ -25,6 +28,7 @@ EXAMPLES = {
     "costs": (
         "bench costs run.json.gz --backend nvidia --out costs/mydevice.json",
         "bench costs run.json.gz --out times/a100.json",
+        "bench costs run.json.gz --beside vllm.indexer --out times/a100-indexer.json",
     ),
 }
 
@@ -53,6 +57,15 @@ def costs(
     records: Annotated[
         Path | None, typer.Option("--records", metavar="DIR", help="Device profiles in DIR/profiles, beside those that ship.")
     ] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            "--beside",
+            metavar="ENGINE",
+            help="Times of indexer_select alone, by the keys of a request, beside the fastest baseline's as ENGINE's own: "
+            "vllm.indexer. By these an engine decides whose indexer serves a decode.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -64,7 +77,7 @@ def costs(
     with command(as_json=False, doing="reading the run") as output:
         if out is not None:
             check_writable(out, param_hint="--out")
-        from mla_portable.bench.kernel_records import measured_times
+        from mla_portable.bench.kernel_records import measured_times, selection_records
         from mla_portable.capability.profiles import all_profiles
         from mla_portable.capability.run import DISTURBED, read_run
         from mla_portable.kit.whole_files import replace_file
@@ -72,7 +85,11 @@ def costs(
 
         timed = read_run(run)
         backends = sorted({each.implementation.partition(".")[0] for each in timed.times})
-        found = measured_times(timed, all_profiles(records), backend)
+        theirs: list[MeasuredTime] = []
+        if beside is None:
+            found = measured_times(timed, all_profiles(records), backend)
+        else:
+            found, theirs = selection_records(timed, all_profiles(records), beside, backend)
         disturbed = timed.disturbed
         sizes = sorted({f"{each.primitive} of {each.rows} rows" for each in timed.times if each.problem in disturbed})
         if sizes:
@@ -89,8 +106,8 @@ def costs(
             )
             raise typer.BadParameter(f"{run.name} {why}; `bench kernels --out {run.name}` adds some", param_hint="RUN")
         if out is None:
-            output.text(times_text(found))
+            output.text(times_text(found, baselines=theirs))
         else:
             out.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(out, times_text(found).encode())
+            replace_file(out, times_text(found, baselines=theirs).encode())
             output.note(f"written: {out}")

@@ -58,7 +58,7 @@ def add_to_file(path: Path, times: Sequence[MeasuredTime] = (), prompts: Sequenc
         replaced = {*map(_call_of_time, times), *map(_call_of_prompts, prompts)}
         kept = [each for each in there.times if _call_of_time(each) not in replaced]
         kept_prompts = [each for each in there.prompts if _call_of_prompts(each) not in replaced]
-        text = times_text([*kept, *times], [*kept_prompts, *prompts])
+        text = times_text([*kept, *times], [*kept_prompts, *prompts], there.baselines)
         damaged = path.replace(_beside(path, ".damaged")) if there.problems else None
         replace_file(path, text.encode())
     return damaged
@@ -74,7 +74,7 @@ def _read(path: Path) -> TimesFile | None:
 
 
 def _measurements(file: TimesFile) -> list[Measurement]:
-    return [each.measurement for each in (*file.times, *file.prompts)]
+    return [each.measurement for each in (*file.times, *file.prompts, *file.baselines)]
 
 
 def _named_as(there: Measurement, added: Measurement) -> Measurement:

@@ -9,7 +9,8 @@
                 "topk": 2048, "us": {"1": 13.8, "128": 65.6}}],        medians in microseconds by rows
      "prompts": [{"implementation": "nvidia.native", "qk_head_dim": 192, "v_head_dim": 128, "heads": 16,
                   "us": {"latent_fixed": 21.81, ...}}],                constants: the fields of PromptTimes
-     "stands_for": ["nvidia"]}                                         vendors: see PromptRecord
+     "stands_for": ["nvidia"],                                         vendors: see PromptRecord
+     "baselines": [{"implementation": "engine.kernels", ...}]}         rows as of `times`: what others run, timed beside them
 
 A time may have a `configuration`, {"block_n": 32, ...}: `mla-portable tune` found it fastest, and the kernel is bound with it.
 `layout`, `heads` and `topk` of a time are null where the primitive has none.
@@ -41,7 +42,7 @@ _MOST_US: Final = 1e12
 _LONGEST: Final = 200
 """Characters of a text."""
 _ORIGIN: Final = ("recorded", "release", "versions")
-_SHARED: Final = ("device", "names", *_ORIGIN, "times", "prompts", "stands_for")
+_SHARED: Final = ("device", "names", *_ORIGIN, "times", "prompts", "stands_for", "baselines")
 _ROW: Final = ("implementation", "primitive", "layout", "heads", "topk", "form", "configuration", "us", *_ORIGIN)
 _PROMPTS: Final = ("implementation", "qk_head_dim", "v_head_dim", "heads", "us", *_ORIGIN)
 _CONSTANTS: Final = tuple(field.name for field in fields(PromptTimes))
@@ -56,6 +57,7 @@ class TimesFile:
 
     Attributes:
         name: of the file. owner: the plugin that ships it, "" for a user's own.
+        baselines: times of what is no implementation of this project's, beside some of `times`; they rank nothing.
         problems: what of it is ignored, and why, in words.
     """
 
@@ -63,6 +65,7 @@ class TimesFile:
     owner: str = ""
     times: tuple[MeasuredTime, ...] = ()
     prompts: tuple[PromptRecord, ...] = ()
+    baselines: tuple[MeasuredTime, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -109,7 +112,7 @@ def parse_times(
     problems = _unknown(given, _SHARED)
     problems += _wrong(given, {"device": _is_name, "names": _optional(_are_patterns), **_ORIGIN_CHECKS})
     problems += _wrong(given, {"stands_for": _optional(_are_names)})
-    sections = [section for section in ("times", "prompts") if section in given]
+    sections = [section for section in ("times", "prompts", "baselines") if section in given]
     for section in sections or ("times",):
         if not isinstance(given.get(section), list):
             problems.append(f"{section}: got {_short(given.get(section))}, expected a list of rows")
@@ -126,7 +129,12 @@ def parse_times(
         record, wrong = _prompts(row, shared, tuple(given.get("stands_for", ())), offered)
         prompts += [record] if record else []
         problems += [f"row {number} of prompts: {each}" for each in wrong]
-    return TimesFile(name, owner, tuple(times), tuple(prompts), tuple(problems))
+    baselines: list[MeasuredTime] = []
+    for number, row in enumerate(given.get("baselines", ()), start=1):
+        found, wrong = _row(row, shared, None)
+        baselines += found
+        problems += [f"row {number} of baselines: {each}" for each in wrong]
+    return TimesFile(name, owner, tuple(times), tuple(prompts), tuple(baselines), tuple(problems))
 
 
 def _row(row: Any, shared: Measurement, offered: Collection[tuple[str, str]] | None) -> tuple[list[MeasuredTime], list[str]]:
@@ -191,13 +199,15 @@ def _not_offered(name: str, primitive: str, offered: Collection[tuple[str, str]]
     return f"{_short(name)} / {_short(primitive)} is not offered by this plugin"
 
 
-def times_text(times: Iterable[MeasuredTime] = (), prompts: Iterable[PromptRecord] = ()) -> str:
+def times_text(
+    times: Iterable[MeasuredTime] = (), prompts: Iterable[PromptRecord] = (), baselines: Iterable[MeasuredTime] = ()
+) -> str:
     """The document of one device, a line for times that differ in rows alone; in an order that depends on the records alone.
 
     Raises: ValueError for records of several devices, that stand for different vendors, or none.
     """
-    times, prompts = list(times), list(prompts)
-    measurements = [each.measurement for each in (*times, *prompts)]
+    times, prompts, baselines = list(times), list(prompts), list(baselines)
+    measurements = [each.measurement for each in (*times, *prompts, *baselines)]
     devices = {(each.device, each.names) for each in measurements}
     if len(devices) != 1:
         raise ValueError(f"a file of times is of one device; got {', '.join(sorted(name for name, _ in devices)) or 'none'}")
@@ -210,6 +220,8 @@ def times_text(times: Iterable[MeasuredTime] = (), prompts: Iterable[PromptRecor
         sections["prompts"] = _prompt_lines(prompts, newest)
         if vendors := prompts[0].stands_for:
             head["stands_for"] = list(vendors)
+    if baselines:
+        sections["baselines"] = _time_lines(baselines, newest)
     written = (f'"{section}": [\n{lines}\n]' for section, lines in sections.items())
     return ",\n".join((json.dumps(head)[:-1], *written)) + "}\n"
 

@@ -208,6 +208,30 @@ def make_engine(
     config.parallel_config.enable_dbo = microbatches
     width = TOPK if rope else -(-(TOPK + POOL - 1) // 128) * 128
     topk = torch.full((MAX_TOKENS, width), -1, dtype=torch.int32)
+    layer = make_layer(config, topk, rope=rope, kv_b_proj=kv_b_proj, with_indexer=with_indexer, sinks=sinks)
+    with set_current_vllm_config(config):
+        spec = layer.get_kv_cache_spec(config)
+    shape = MLAPortableBackend.get_kv_cache_shape(blocks, block + apart, 1, spec.head_size, layer.kv_cache_dtype)
+    kv_cache = torch.full(shape, 0xFF, dtype=torch.uint8) if spec.dtype == torch.uint8 else torch.full(shape, float("nan"))
+    kv_cache = kv_cache[:, :block]
+    layer.kv_cache = [kv_cache] if isinstance(layer.kv_cache, list) else kv_cache  # up to 0.19 one a pipeline stage
+    engine = Engine(config, layer, None, topk, kv_cache, sinks, rope, block)
+    engine.builder = make_builder(engine)
+    return engine
+
+
+def make_layer(
+    config: VllmConfig,
+    topk: Tensor,
+    number: int = 0,
+    *,
+    rope: int = ROPE,
+    kv_b_proj: type[KvBProj] = KvBProj,
+    with_indexer: bool = True,
+    sinks: Tensor | None = None,
+    **more: Any,
+) -> Any:
+    """A model's layer as vLLM builds it. topk: the buffer of its indexer, or the one that it reads. more: of some versions."""
     chosen: dict[str, Any] = (
         {"indexer": SimpleNamespace(topk_indices_buffer=topk)} if with_indexer else {"topk_indices_buffer": topk}
     )
@@ -227,19 +251,13 @@ def make_engine(
             kv_lora_rank=LATENT,
             kv_b_proj=kv_b_proj(7),
             cache_config=config.cache_config,
-            prefix="model.layers.0.self_attn.attn",
+            prefix=f"model.layers.{number}.self_attn.attn",
             use_sparse=True,
             **chosen,
+            **more,
         )
         layer.process_weights_after_loading(torch.bfloat16)
-        spec = layer.get_kv_cache_spec(config)
-    shape = MLAPortableBackend.get_kv_cache_shape(blocks, block + apart, 1, spec.head_size, layer.kv_cache_dtype)
-    kv_cache = torch.full(shape, 0xFF, dtype=torch.uint8) if spec.dtype == torch.uint8 else torch.full(shape, float("nan"))
-    kv_cache = kv_cache[:, :block]
-    layer.kv_cache = [kv_cache] if isinstance(layer.kv_cache, list) else kv_cache  # up to 0.19 one a pipeline stage
-    engine = Engine(config, layer, None, topk, kv_cache, sinks, rope, block)
-    engine.builder = make_builder(engine)
-    return engine
+    return layer
 
 
 @dataclass

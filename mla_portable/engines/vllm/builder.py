@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from weakref import ref
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument
 from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import pairs, route_pairs, served_by
-from mla_portable.engines.vllm import compat, model, prompts, scratch
+from mla_portable.engines.vllm import compat, model, prompts, scratch, selections
 from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 from mla_portable.engines.vllm.settings import logger
 from mla_portable.kit.defaults import neutral_defaults
@@ -56,20 +57,29 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             need_lse=need_lse,
             attn_sink=has_sinks,
         )
+        followed = selections.leaders(vllm_config)
+        leads = any(leader in impls for leader in followed.values())
         buffers = scratch.step_buffers(resolved, vllm_config, device)
+        if leads and buffers is not None:
+            buffers = scratch.keep(buffers, resolved.spec)
         self.attention = model.bind(resolved, device, buffers)
         with neutral_defaults():
             self.planner = Planner(model.planner_config(self.attention))
         microbatches = compat.runs_microbatches(vllm_config)
         self._workspace = None if buffers is None or microbatches else compat.workspace_manager()
         for impl in impls:
-            impl.attach(self.attention, resolved.writer)
+            impl.attach(self.attention, resolved.writer, same_selection=impl in followed)
+            impl.builders.add(self)
         dims = {impl.head_dims for impl in impls}
         found = prompts.attention(resolved, vllm_config, next(iter(dims))) if len(dims) == 1 else None
         layers = [vllm_config.compilation_config.static_forward_context.get(name) for name in layer_names]
         self._prompts = prompts.prompts(found, layers, vllm_config, resolved.spec.decode_query_len)
         self._topk = compat.topk(vllm_config) or resolved.spec.topk
         self._captured: dict[int, DecodeSchedule] = {}
+        self._leads = leads
+        self._latest: tuple[selections.Described, MLAPortableMetadata] | None = None
+        self.served = self.attention.spec, self._prompts is None, dims
+        self._in_front = self._builders_in_front(impls, followed)
         logger.info(
             "mla_portable serves %d layers on %s by route %s: %s; cache %s, %s heads, written by %s",
             len(layer_names),
@@ -103,7 +113,35 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
 
         Raises: InvalidArgument for a batch beyond the configured limits.
         """
-        common, spec = common_attn_metadata, self.attention.spec
+        for each in self._in_front:
+            builder = each()
+            found = None if builder is None else builder.built(common_attn_metadata)
+            if found is not None:
+                return found
+        metadata = self._build(common_attn_metadata)
+        if self._leads:
+            self._latest = selections.Described(common_attn_metadata), metadata
+        return metadata
+
+    def built(self, common_attn_metadata: Any) -> MLAPortableMetadata | None:
+        """What `build` made last, if it was for this step; else None."""
+        if self._latest is None or not self._latest[0].is_step(common_attn_metadata):
+            return None
+        return self._latest[1]
+
+    def _builders_in_front(self, impls: list[Any], followed: dict[Any, Any]) -> tuple[ref[MLAPortableMetadataBuilder], ...]:
+        """Builders of the layers whose selections all layers of this one attend to, and that are served like these.
+
+        From 0.30 on vLLM has a builder for the layers with an indexer and one for those without, but gives both the same
+        description of a step. With the same plan the latter read what the former converted.
+        """
+        if not impls or any(impl not in followed for impl in impls):
+            return ()
+        found = dict.fromkeys(builder for impl in impls for builder in followed[impl].builders if builder is not self)
+        return tuple(ref(each) for each in found if each.served == self.served)
+
+    def _build(self, common: Any) -> MLAPortableMetadata:
+        spec = self.attention.spec
         num_reqs, num_tokens = int(common.num_reqs), int(common.num_actual_tokens)  # numpy's in places
         starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
         query_lens = starts[1:] - starts[:-1]

@@ -42,6 +42,12 @@ def topk(vllm_config: Any) -> int | None:
     return getattr(_text_config(model), "index_topk", None) or getattr(model.hf_config, "index_topk", None)
 
 
+def indexer_heads(vllm_config: Any) -> int | None:
+    """Query heads of the model's indexer, which every rank has all of; None where the model has none."""
+    model = vllm_config.model_config
+    return getattr(_text_config(model), "index_n_heads", None) or getattr(model.hf_config, "index_n_heads", None)
+
+
 def compress_ratios(vllm_config: Any) -> list[int]:
     """Tokens to an entry of each layer's cache, in models that compress them (DeepSeek-V4); empty for others.
 

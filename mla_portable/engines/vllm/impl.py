@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from typing import Any, ClassVar, Final
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -69,6 +69,11 @@ class MLAPortableImpl(compat.IMPL_BASE):
         if self.sinks is not None:
             check_tensor("vLLM", "sinks", self.sinks, torch.float32, (self.num_heads,), self.sinks.device, "[H]")
         self._indexer: Any | None = arguments.get("indexer")
+        self.has_indexer = self._indexer is not None
+        self.same_selection = False
+        """The layer attends to what an earlier layer's indexer selected, whose slots that layer converted (`selections`)."""
+        self.builders: WeakSet[Any] = WeakSet()
+        """Of this layer, for as long as vLLM keeps them."""
         misspelt = arguments.get("topk_indice_buffer")  # 0.17
         self._topk_indices_buffer: Tensor | None = arguments.get("topk_indices_buffer", misspelt)
         self._attention: ref[SparseMLAAttention] | None = None
@@ -112,12 +117,12 @@ class MLAPortableImpl(compat.IMPL_BASE):
     def topk_indices_buffer(self, buffer: Tensor | None) -> None:
         self._topk_indices_buffer, self._indexer = buffer, None
 
-    def attach(self, attention: SparseMLAAttention, writer: Writer) -> None:
+    def attach(self, attention: SparseMLAAttention, writer: Writer, *, same_selection: bool = False) -> None:
         """Called by each builder of this layer; the latest one's attention writes the cache where vLLM's operator cannot.
 
         vLLM makes a first set of builders to profile CUDA graphs and drops it: the layer keeps none of it alive.
         """
-        self._attention, self._writer = ref(attention), writer
+        self._attention, self._writer, self.same_selection = ref(attention), writer, same_selection
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Nothing to prepare: W_UK and W_UV are the layer's own.
@@ -213,7 +218,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
         kv_cache = self._rows(kv_c_and_k_pe_cache)
         shape = num_tokens, num_heads, attention.spec.layout.value_width
         out = torch.empty(shape, dtype=torch.bfloat16, device=kv_cache.device)
-        return attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, attn_sink=self.sinks, out=out)
+        own: dict[str, Any] = {"attn_sink": self.sinks, "same_selection": self.same_selection, "out": out}
+        return attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, **own)
 
     def forward_mha(
         self,

@@ -3,8 +3,10 @@
 """Whose indexer serves the model: decided in the process that runs it, when its first layer is built.
 
 Mode auto takes this one where the platform has no DeepGEMM for its compute capability, where DeepGEMM cannot be imported, and
-under decode context parallelism where CuteDSL cannot, which merges the ranks' selections in vLLM's. Mode on takes it wherever
-it can replace vLLM's. There are two paths:
+under decode context parallelism where CuteDSL cannot, which merges the ranks' selections in vLLM's, and where a batch must not
+change a bit (VLLM_BATCH_INVARIANT), which vLLM's scores and top-k do not promise. Elsewhere vLLM's serves, but for steps of
+decodes in which this one takes less time by what was measured on the device: builders decide that for each step, on the host.
+Mode on takes it wherever it can replace vLLM's. There are two paths:
 
     fused       the operator `vllm::sparse_attn_indexer` itself: cache write, then indexer_select over the pages
     functions   vLLM's operator, with DeepGEMM's functions replaced, for what the fused path does not do
@@ -12,22 +14,52 @@ it can replace vLLM's. There are two paths:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from vllm.platforms import current_platform
 
-from mla_portable.engines.vllm import compat, settings
+from mla_portable.choose import get_registry
+from mla_portable.contracts import Request
+from mla_portable.engines.vllm import compat, model, settings
+from mla_portable.kit.defaults import neutral_defaults
+from mla_portable.layouts import INDEX_FP8
+from mla_portable.primitives import INDEXER_SELECT
+from mla_portable.times.selection import SelectionTimes, has_selection_times, selection_times
+
+_THEIRS: Final = "vllm.indexer"
+"""DeepGEMM's scores, then vLLM's top-k: their name in files of times."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexerChoice:
-    """`ours`: DeepGEMM is not called. `fused`: by the fused path. `reason`: in words."""
+    """`ours`: DeepGEMM is not called. `fused`: by the fused path. `reason`: in words.
+
+    times: where vLLM's serves, by which decodes go to the fused path all the same; None where none do.
+    """
 
     ours: bool
     fused: bool
     reason: str
+    times: SelectionTimes | None = None
+
+    @property
+    def fuses_some(self) -> bool:
+        """Some steps at least are served by the fused path."""
+        return self.fused or self.times is not None
+
+    def fuses(self, metadata: Any, common: Any, *, captured: bool) -> bool:
+        """The fused path serves a step, of which vLLM has metadata of its indexer and CommonAttentionMetadata.
+
+        captured: in a CUDA graph, which later steps replay with sequences of any length up to the longest.
+        """
+        if self.fused or self.times is None:
+            return self.fused
+        rows, keys = int(common.num_actual_tokens), int(common.max_seq_len)
+        if metadata.num_prefills or common.max_query_len != 1:  # of which there are no times
+            return False
+        return (self.times.ours_is_faster_up_to if captured else self.times.ours_is_faster)(rows, keys)
 
 
 _latest: IndexerChoice | None = None
@@ -51,6 +83,8 @@ def choose(vllm_config: Any | None) -> IndexerChoice:
     if found != _latest:
         who = "mla_portable" if found.ours else "vLLM"
         path = "" if not found.ours else " (fused)" if found.fused else " (by DeepGEMM's functions)"
+        if found.times is not None:
+            path = ", and mla_portable's (fused) in decodes where that takes less time"
         overruled = not found.ours and settings.indexer() == "on"
         (settings.logger.warning if overruled else settings.logger.info)(
             "the DSA indexer is %s's%s: %s", who, path, found.reason
@@ -78,13 +112,39 @@ def _decide(vllm_config: Any | None) -> IndexerChoice:
     if mode == "off":
         return IndexerChoice(False, False, f"{settings.ENV_INDEXER}=off")
     wanted, reason = (True, f"{settings.ENV_INDEXER}=on") if mode == "on" else _without_deep_gemm(vllm_config)
-    if not wanted:
+    times = None if wanted else _times(vllm_config)
+    if not wanted and times is None:
         return IndexerChoice(False, False, reason)
     impossible = _other_formats(vllm_config)
     if impossible is not None:
         return IndexerChoice(False, False, f"mla_portable does not read {impossible}")
     apart = _beyond_fused(vllm_config)
+    if not wanted:
+        found = IndexerChoice(False, False, reason)
+        return found if times is None or apart else replace(found, times=times, reason=f"{reason}; {times.text}")
     return IndexerChoice(True, apart is None, reason if apart is None else f"{reason}; not fused: {apart}")
+
+
+def _times(vllm_config: Any | None) -> SelectionTimes | None:
+    """Of what would serve the model's decodes, beside vLLM's own kernels; None where they were not timed on this device, and
+    where vLLM captures decodes and nothing can be captured. Tries implementations that were not tried before.
+    """
+    if vllm_config is None or vllm_config.model_config is None or not current_platform.is_cuda():
+        return None
+    heads, topk = compat.indexer_heads(vllm_config), compat.topk(vllm_config)
+    if heads is None or topk is None or compat.context_ranks(vllm_config) > 1:
+        return None
+    registry, device = get_registry(), compat.device()
+    sizes: dict[str, Any] = {"num_heads": heads, "topk": topk, "kv_layout": INDEX_FP8.name, "block_size": model.BLOCK_SIZE}
+    request = Request(INDEXER_SELECT, registry.facts(device), **sizes, whole_tables=True)
+    if not has_selection_times(registry.times_files, request, _THEIRS):
+        return None
+    with neutral_defaults(), registry.guard(device):
+        decisions = [registry.decide(request.but(graph=graph)) for graph in (True, False)]
+    found = next((each for each in decisions if each.chosen), None)
+    if found is None or found.chosen is None or (compat.wants_full_graphs(vllm_config) and not found.request.graph):
+        return None
+    return selection_times(registry.times_files, request, found.chosen, _THEIRS)
 
 
 def _without_deep_gemm(vllm_config: Any | None) -> tuple[bool, str]:
@@ -103,6 +163,8 @@ def _without_deep_gemm(vllm_config: Any | None) -> tuple[bool, str]:
     size = 1 if vllm_config is None else compat.context_ranks(vllm_config)
     if size > 1 and not getattr(found, "has_cutedsl", lambda: False)():
         return True, f"vLLM's under decode context parallelism {size} needs CuteDSL, which cannot be imported"
+    if compat.wants_batch_invariance():
+        return True, "vLLM's scores and top-k may change with the batch, which VLLM_BATCH_INVARIANT forbids"
     return False, f"DeepGEMM serves {device}"
 
 

@@ -40,6 +40,8 @@ _STEP: Final = "mla_portable_step"
 """The attribute of vLLM's indexer metadata that holds an IndexerStep."""
 _SCHEDULES: Final = "mla_portable_schedules"
 """The attribute of vLLM's builder of it that holds IndexerSchedules."""
+_CAPTURED: Final = "mla_portable_captured"
+"""The attribute of vLLM's builder that says that a step is described for a CUDA graph."""
 _FP8_IN_TRITON: Final = (8, 9)
 """The least compute capability for which Triton compiles e4m3."""
 _MODELS: Final = {
@@ -114,7 +116,7 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
 
     def sparse_attn_indexer(*args: Any, **kwargs: Any) -> torch.Tensor:
         choice = indexer_choice.current()
-        if not choice.fused:
+        if not choice.fuses_some:
             return stock(*args, **kwargs)
         call = dict(zip(names, args, strict=False), **kwargs)  # torch leaves defaults at the end out
         if _is_beyond_fused(call):
@@ -129,11 +131,12 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
         if not isinstance(all_metadata, dict):  # vLLM profiles memory, or a rank has nothing to do
             bound = indexer.indexer_for(kv_cache, q.shape[1], topk, q.device, **kind)
             torch.empty(bound.scratch_bytes(q.shape[0]), dtype=torch.uint8, device=q.device)
-            return buffer
+            return buffer if choice.fused else stock(*args, **kwargs)
         metadata = all_metadata[name_of(call["k_cache_prefix"])]
         step: indexer.IndexerStep | None = getattr(metadata, _STEP, None)
         if step is None:
-            _log_unplanned(type(metadata).__name__)
+            if choice.fused:
+                _log_unplanned(type(metadata).__name__)
             return stock(*args, **kwargs)
         bound = indexer.indexer_for(kv_cache, q.shape[1], topk, q.device, **kind)
         if not call["skip_k_cache_insert"]:
@@ -216,9 +219,10 @@ def _extend_layer(layer: Any, serve: Callable[..., torch.Tensor] | None) -> None
         from mla_portable.engines.vllm import indexer_choice
 
         config = get_current_vllm_config_or_none()
-        ours = indexer_choice.choose(config).ours
+        choice = indexer_choice.choose(config)
+        ours = choice.ours
         set_functions(ours=ours)
-        if ours and serve is not None:
+        if (ours or choice.fuses_some) and serve is not None:
             register_kernel(serve)
         kernels: Any = getattr(config, "kernel_config", None)
         if ours and _lacks_fp8_in_triton() and getattr(kernels, "enable_jit_warmup", False):
@@ -244,14 +248,16 @@ def extend_builder(module: Any) -> None:
     has_deep_gemm = module.has_deep_gemm
     module.has_deep_gemm = lambda: not _functions_are_ours() and has_deep_gemm()
     builder = module.DeepseekV32IndexerMetadataBuilder
-    build, support = builder.build, builder.get_cudagraph_support.__func__
+    build, build_captured = builder.build, builder.build_for_cudagraph_capture
+    support = builder.get_cudagraph_support.__func__
 
     @functools.wraps(build)
     def with_step(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
         from mla_portable.engines.vllm import compat, indexer, indexer_choice
 
-        if indexer_choice.current().fused and getattr(self, "compress_ratio", 1) == 1:
+        choice, captured = indexer_choice.current(), getattr(self, _CAPTURED, False)
+        if getattr(self, "compress_ratio", 1) == 1 and choice.fuses(metadata, common_attn_metadata, captured=captured):
             step = indexer.plan_step(common_attn_metadata, metadata.num_decodes, metadata.num_decode_tokens)
             schedules = getattr(self, _SCHEDULES, None)
             if schedules is None:
@@ -262,6 +268,14 @@ def extend_builder(module: Any) -> None:
             setattr(metadata, _STEP, step)
         return metadata
 
+    @functools.wraps(build_captured)
+    def for_capture(self: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(self, _CAPTURED, True)
+        try:
+            return build_captured(self, *args, **kwargs)
+        finally:
+            setattr(self, _CAPTURED, False)
+
     @functools.wraps(support)
     def get_cudagraph_support(cls: Any, *args: Any, **kwargs: Any) -> Any:
         from mla_portable.engines.vllm import indexer, indexer_choice
@@ -269,7 +283,8 @@ def extend_builder(module: Any) -> None:
         found = support(cls, *args, **kwargs)
         return type(found).NEVER if indexer_choice.current().fused and not indexer.can_capture() else found
 
-    builder.build, builder.get_cudagraph_support = with_step, classmethod(get_cudagraph_support)
+    builder.build, builder.build_for_cudagraph_capture = with_step, for_capture
+    builder.get_cudagraph_support = classmethod(get_cudagraph_support)
 
 
 def avoid_fused_query(module: Any) -> None:

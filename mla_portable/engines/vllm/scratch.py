@@ -14,20 +14,21 @@ and switch only inside of MoE's communication, so they share it; so do all layer
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from mla_portable.attention import StepBuffers
+from mla_portable.attention import AttentionSpec, StepBuffers
 from mla_portable.contracts import InvalidArgument
 from mla_portable.engines.vllm import compat
 from mla_portable.engines.vllm.model import Resolved
 from mla_portable.kit.defaults import neutral_defaults
 
-_NAMES = tuple(field.name for field in fields(StepBuffers) if field.init)
+_NAMES = tuple(field.name for field in fields(StepBuffers) if field.init and field.name != "kept")
+"""What others may use between two layers."""
 
 _shared: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 """Tensors of microbatches by device, name, shape and dtype, for as long as a layer or a builder holds them."""
@@ -54,6 +55,17 @@ def step_buffers(resolved: Resolved, vllm_config: Any, device: torch.device) -> 
             remedy = "Lower --max-num-batched-tokens or --max-model-len."
             raise InvalidArgument("vLLM", "workspace", got=str(error), expected=expected, remedy=remedy) from error
     return None if found is None else StepBuffers(**dict(zip(named, found, strict=True)))
+
+
+def keep(buffers: StepBuffers, spec: AttentionSpec) -> StepBuffers:
+    """These, with memory of their own for the slots of decode batches, which a group of layers converts once.
+
+    Larger steps are converted in each layer: that takes less of such a step, and the memory would be large.
+    """
+    rows, device = min(spec.max_num_tokens, spec.max_num_reqs * spec.decode_query_len), buffers.indices.device
+    with neutral_defaults():
+        indices = torch.empty((rows, spec.topk), dtype=torch.int32, device=device)
+        return replace(buffers, kept=(indices, torch.empty(rows, dtype=torch.int32, device=device)))
 
 
 def follow(manager: Any, buffers: StepBuffers) -> None:

@@ -34,7 +34,7 @@ from mla_portable.primitives import INDEXER_SELECT
 
 _SHARES: Final = ("none", "whole", "first_of_2", "last_of_8", "middle_of_3", "last_of_2_by_block")
 """Shares that meet every other value; the rest of `indexer_pages.SHARES` has cases of its own."""
-_PREFILL_ROWS: Final = 256
+PREFILL_ROWS: Final = 256
 """From here on the rows of a case that is timed are tokens of one request, else requests of one token."""
 TOLERANCES: Final = {
     ("any", "order"): BITS,
@@ -241,7 +241,7 @@ def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request
 
 def _shape(case: KernelCase) -> str:
     """The sizes in words."""
-    kind = "T" if case.rows >= _PREFILL_ROWS else "batch"
+    kind = "T" if case.rows >= PREFILL_ROWS else "batch"
     return f"{kind} {case.rows}, context {case.width}, H {case.num_heads}, K {case.topk}"
 
 
@@ -249,7 +249,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     """A case of indexer_select."""
     layout, device = LAYOUTS[case.kv_layout or INDEX_FP8.name], workshop.device
     tokens, heads, topk, context = case.rows, case.num_heads or 1, case.topk or 1, case.width
-    requests = 1 if tokens >= _PREFILL_ROWS else tokens
+    requests = 1 if tokens >= PREFILL_ROWS else tokens
     columns = -(-context // BLOCK_SIZE)
     index_cache = workshop.index_pages(case, requests * columns)
     int32 = torch.int32
