@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_reference as reference
 from commands import document, invoke, missing_library
-from fake_plugins import implementation, make_plugin
+from fake_plugins import ANYWHERE, implementation, make_plugin
 from machines import Costs
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from vendors import Vendor
@@ -305,3 +305,23 @@ def test_doctor_says_that_there_is_no_accelerator_and_why(monkeypatch):
     real = Registry.facts
     monkeypatch.setattr(Registry, "facts", lambda self, device: real(self, "cpu"))
     assert "no accelerator" not in invoke("doctor", "--device", "cpu").stdout
+
+
+def test_doctor_says_of_a_plugin_that_declares_nothing_for_the_device_why_and_what_to_declare():
+    zeta = ("zeta", make_plugin(implementation("zeta.v1", support=Support("a test", ("cpu", "zeta"), ("zeta",)))))
+    text = " ".join(invoke("doctor", registry=registry_with(zeta)).stdout.split())
+    assert "1 implementations, none for this device: vendor cpu (supports zeta)" in text
+    assert 'add "cpu" to `vendors` and `device_types` to try it on a CPU' in text
+
+
+@pytest.mark.parametrize("support", [ANYWHERE, Support("a test", ("cpu",), ("cpu", "zeta"))])
+def test_doctor_says_nothing_of_it_where_an_implementation_claims_the_device(support):
+    elsewhere = implementation("zeta.v2", support=Support("a test", ("zeta",), ("zeta",)))
+    zeta = ("zeta", make_plugin(implementation("zeta.v1", support=support, check=missing_library), elsewhere))
+    assert "none for this device" not in invoke("doctor", registry=registry_with(zeta)).stdout
+
+
+def test_a_device_type_that_torch_does_not_know_has_to_be_registered_by_its_vendors_package():
+    done = invoke("doctor", "--device", "zeta", code=2)
+    assert "torch knows no device type 'zeta' here" in " ".join(done.output.split())
+    assert "import it" in " ".join(done.output.split())

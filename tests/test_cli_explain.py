@@ -9,11 +9,13 @@ from dataclasses import fields
 
 import pytest
 from commands import document, in_a_process, invoke
+from fake_plugins import implementation, make_plugin
 from machines import H200
+from spoiled import registry_with
 
 from mla_portable.choose import Registry
-from mla_portable.contracts import Features, Primitive, Promises
-from mla_portable.primitives import MERGE_STATES
+from mla_portable.contracts import Features, Primitive, Promises, Request, Support
+from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.times.measured import MeasuredCosts
 from mla_portable.times.records import MeasuredTime, Measurement
 
@@ -252,3 +254,14 @@ def test_explain_route_asks_what_a_layer_in_vllm_asks():
     )
     decode = next(part for part in answer["routes"][0]["parts"] if part["role"] == "decode")["request"]
     assert "rows=6" in decode and "lse=yes" in decode
+
+
+@pytest.mark.parametrize("backend", ["zeta", "zeta.v1"])
+def test_explain_shows_the_reasons_of_a_forced_backend_for_other_vendors_devices(backend):
+    support = Support("a test", ("cpu",), ("zeta",), topk_multiple=64)
+    registry = registry_with(("zeta", make_plugin(implementation("zeta.v1", SPARSE_DECODE, support))))
+    text = invoke("explain", "sparse_decode", "--backend", backend, registry=registry, code=1).stdout
+    assert "vendor cpu (supports zeta)" in text.partition("asked")[2] and "1 of zeta" not in text
+    assert "1 of zeta: for other vendors' devices" in invoke("explain", "sparse_decode", registry=registry).stdout
+    decision = registry.decide(Request(SPARSE_DECODE, registry.facts("cpu"), topk=2048), backend=backend)
+    assert "zeta.v1 vendor cpu (supports zeta)" in " ".join(decision.text().split())

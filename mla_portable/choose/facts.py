@@ -25,6 +25,11 @@ HYGON_ARCHS: Final = ("gfx928", "gfx936", "gfx938")
 """Of Hygon's DCUs, which a torch built for HIP drives like AMD's parts."""
 NVIDIA_NAMES: Final = ("nvidia", "tesla", "geforce", "quadro", "titan", "grid")
 """First words of an NVIDIA device's name; drivers of the V100 and T4 era leave the vendor out."""
+_TYPE: Final = re.compile(r"([a-z_][a-z0-9_]*?)(:[0-9]+)?")
+"""A text that names a device type, known to torch or not."""
+_REGISTERS: Final = (
+    "Install it, and import it before: torch does so for its entry point torch.backends, else the plugin has to."
+)
 LIBRARIES: Final = ("torch", "triton")
 """Distributions whose version decides what runs; the versions of CUDA or HIP are torch's own."""
 
@@ -62,7 +67,13 @@ def parse_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise InvalidArgument("facts", "device", got=repr(device), expected=expected) from error
+        kind = _TYPE.fullmatch(str(device))
+        remedy = (
+            f"torch knows no device type {kind[1]!r} here: the vendor's package has to register it. {_REGISTERS}"
+            if kind
+            else ""
+        )
+        raise InvalidArgument("facts", "device", got=repr(device), expected=expected, remedy=remedy) from error
 
 
 def resolve_device(device: torch.device | str) -> torch.device:

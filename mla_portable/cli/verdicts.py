@@ -37,11 +37,11 @@ def decision_lines(decision: Decision, state: State | None = None, *, part: str 
     else:
         yield Text(decision.failure_text().partition("\n")[0], "bold red")
     yield hanging("asked", str(request))
-    shown = [verdict for verdict in decision.verdicts if not verdict.for_another_vendor]
+    shown = [verdict for verdict in decision.verdicts if not decision.is_aside(verdict)]
     if shown:
         rows = [[v.implementation, f"{v.cost:g} {v.cost_source.partition(' ')[0]}", _words(decision, v, state)] for v in shown]
         yield columns(["implementation", "cost", "verdict; us by rows" if any(v.measured for v in shown) else "verdict"], rows)
-    others = Counter(v.implementation.partition(".")[0] for v in decision.verdicts if v.for_another_vendor)
+    others = Counter(v.implementation.partition(".")[0] for v in decision.verdicts if decision.is_aside(v))
     if others:
         counts = ", ".join(f"{count} of {backend}" for backend, count in others.items())
         yield hanging("others", f"{counts}: for other vendors' devices")
@@ -54,7 +54,7 @@ def decision_lines(decision: Decision, state: State | None = None, *, part: str 
 
 def cost_lines(decisions: Iterable[Decision]) -> Iterator[RenderableType]:
     """What the costs mean that occur."""
-    measured = {verdict.measured for each in decisions for verdict in each.verdicts if not verdict.for_another_vendor}
+    measured = {verdict.measured for each in decisions for verdict in each.verdicts if not each.is_aside(verdict)}
     if True in measured:
         yield Text("cost measured: 10 is the fastest time on record for that device and size, 20 is twice as slow", "dim")
     if False in measured:

@@ -81,6 +81,14 @@ class Decision:
         """An automatic choice that passed over a candidate of better rank, for reasons worth a line in the log."""
         return self.chosen is not None and not self.forced and any(v.passed_over for v in self.verdicts)
 
+    def is_forced(self, verdict: Verdict) -> bool:
+        """It is on the forced implementation, or on one of the forced backend."""
+        return self.forced in (verdict.implementation, verdict.implementation.partition(".")[0])
+
+    def is_aside(self, verdict: Verdict) -> bool:
+        """A person sees it counted, without its reasons: it is for other vendors' devices and nobody forced it."""
+        return verdict.for_another_vendor and not self.is_forced(verdict)
+
     @property
     def causes(self) -> tuple[Verdict, ...]:
         """The candidates whose reasons explain the decision: those that fit the device, else all; of a forced backend, its own.
@@ -89,7 +97,7 @@ class Decision:
         """
         refused = [v for v in self.verdicts if v.reasons]
         if self.forced:
-            refused = [v for v in refused if self.forced in (v.implementation, v.implementation.partition(".")[0])]
+            refused = [v for v in refused if self.is_forced(v)]
         fitting = [v for v in refused if v.fits_device]
         if self.chosen is None:
             return tuple(fitting or refused)
@@ -129,7 +137,7 @@ class Decision:
     def text(self, *, all: bool = True) -> str:
         """The decision for a person: the choice, what decided, all other candidates with reasons; or, in brief, the causes.
 
-        Candidates of another vendor get one line for each backend.
+        Candidates of another vendor get one line for each backend, unless it is forced.
         """
         head = f"{self.request.primitive}: {self.chosen or 'nothing can run it'} ({self.control})"
         return "\n".join([head, *(self._body() if all else self._brief())])
@@ -153,8 +161,8 @@ class Decision:
         lines = [f"  request   {self.request}"]
         elsewhere: dict[tuple[str, str], int] = {}
         for v in self.verdicts:
-            vendor = next((str(r) for r in v.reasons if r.subject == "vendor"), None)
-            if vendor is not None:
+            if self.is_aside(v):
+                vendor = next(str(r) for r in v.reasons if r.subject == "vendor")
                 of = v.implementation.partition(".")[0], vendor
                 elsewhere[of] = elsewhere.get(of, 0) + 1
                 continue

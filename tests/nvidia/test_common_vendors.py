@@ -247,6 +247,26 @@ def test_without_the_library_it_is_said_which_modules_were_asked_and_what_to_ins
     forget_copies()
 
 
+@pytest.mark.parametrize(
+    ("primitive", "declared", "topk_multiple", "named"),
+    [
+        (SPARSE_DECODE, {}, 100, "sparse decode of fp8_ds_mla with 64 heads and K 600"),
+        (SPARSE_PREFILL, {}, 128, "sparse prefill with 64 heads and K 128"),
+        (SPARSE_PREFILL, {"padded_heads": (96,)}, 2048, "sparse prefill with 96 heads and K 2048"),
+    ],
+)
+def test_a_library_that_refuses_the_calls_that_are_declared_is_not_to_be_installed(primitive, declared, topk_multiple, named):
+    """One that is there; the copies that are not are told without a remedy."""
+    declare, support = {SPARSE_DECODE: (flash_mla.decode, musa.DECODE), SPARSE_PREFILL: (flash_mla.prefill, musa.PREFILL)}[
+        primitive
+    ]
+    support = replace(support, **declared)
+    with installed():
+        refused, *others = declare("musa.flash_mla", musa.ATTENTION, support, topk_multiple=topk_multiple).check(S5000)
+    assert named in str(refused) and "topk_multiple" in refused.remedy and "padded_heads" in refused.remedy
+    assert others and not any("install" in each.remedy for each in (refused, *others))
+
+
 def test_streams_of_a_device_that_is_no_cuda_device_share_no_padded_queries(monkeypatch):
     """A graph under capture has memory of its own; otherwise a stream shares a buffer with itself alone."""
     now = types.SimpleNamespace(stream="first", capturing=False)

@@ -110,8 +110,12 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
         yield hanging("", f"no accelerator: {why_no_accelerator()}. {here}")
     for report in diagnosis.plugins:
         distribution = f"{report.distribution} {report.version}".strip() or report.module
-        yield hanging("plugin", f"{report.name} ({distribution}): {_state(report)}")
+        against = diagnosis.not_for_this_device(report.name)
+        none = f", none for this device: {', '.join(map(str, against))}" if against else ""
+        yield hanging("plugin", f"{report.name} ({distribution}): {_state(report)}{none}")
         yield from (hanging("  ignored", note) for note in report.notes)
+    if any(diagnosis.not_for_this_device(report.name) for report in diagnosis.plugins):
+        yield hanging("", _how_to_include(dict(diagnosis.devices)[diagnosis.device]))
     if verbose:
         yield from (f"{report.name}:\n{report.traceback}" for report in diagnosis.plugins if report.traceback)
     yield from (hanging("policy", line) for line in _policy(diagnosis))
@@ -142,6 +146,16 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
         yield Text("No problems found.", "green")
     elif diagnosis.ok and any(problem.broken for problem in diagnosis.problems):
         yield "Nothing that is broken was selected: exit code 0."
+
+
+def _how_to_include(facts: DeviceFacts) -> str:
+    """What the author of a plugin does who wants it to be a candidate on this device."""
+    if facts.device_type == "cpu":
+        return 'in a plugin of your own, add "cpu" to `vendors` and `device_types` to try it on a CPU'
+    return (
+        f'in a plugin of your own for this device, its detector names the vendor, or `vendors` has "{facts.vendor}" and '
+        f'`device_types` has "{facts.device_type}"'
+    )
 
 
 def _times(read: TimesRead) -> str:

@@ -23,6 +23,8 @@ from mla_portable.times.files import TimesFile
 
 _PORTABLE: Final = 50.0
 """The declared cost of portable kernels (`Implementation.preference`); those of a vendor declare less."""
+_OF_DEVICES: Final = ("device type", "vendor", "arch")
+"""Subjects of the reasons by which a declaration leaves a device out."""
 PACKAGES: Final = ("torch", "triton", "vllm", "sglang", "numpy", "pluggy")
 
 
@@ -132,6 +134,19 @@ class Diagnosis:
     def ok(self) -> bool:
         """Nothing that was selected is broken, and every primitive is served."""
         return not any(problem.fatal for problem in self.problems)
+
+    def not_for_this_device(self, plugin: str) -> tuple[Reason, ...]:
+        """Why a plugin declares nothing for the device, each once; () where one of its implementations is for it.
+
+        Of architectures nothing is said where the vendor or the device type is another one.
+        """
+        own = [each for each in self.examined if each.implementation.partition(".")[0] == plugin]
+        against = [
+            () if each.probe is not None else [reason for reason in each.reasons if reason.subject in _OF_DEVICES]
+            for each in own
+        ]
+        found = dict.fromkeys(reason for reasons in against for reason in reasons) if all(against) else ()
+        return tuple(reason for reason in found if reason.subject != "arch") or tuple(found)
 
     def as_dict(self) -> dict[str, Any]:
         return {"ok": self.ok, **asdict(self)}

@@ -88,7 +88,8 @@ def calibrate_decode(
             words = [part[:7] for part in metadata[:8].tolist()]
             takes_plan = words == [part[:7] for part in _EIGHT_BLOCKS] and num_splits.tolist() == [0, 8]
     except REFUSING as error:
-        raise refused("sparse decode", error) from error
+        what = f"sparse decode of {layout.name} with {heads[0]} heads and K {indices.shape[-1]}"
+        raise refused(what, error) from error
     # of ones: a mean over keys that do not count would show
     kv = _decode_cache(layout, 1.0, device)
     absent = [torch.full((1, 1, keys), -1, dtype=torch.int32, device=device) for keys in (_PAGE, _DECODE_KEYS)]
@@ -96,7 +97,7 @@ def calibrate_decode(
     rows = [(indices, dict[str, Any]()) for indices in absent]  # in one part and in several
     if with_extra:
         rows += [(absent[0], {"extra": SecondCache(kv, indices)}) for indices in absent]
-    sunk = {"extra": SecondCache(kv, with_extra["extra"].indices)} if with_extra else {}
+    sunk: dict[str, Any] = {"extra": SecondCache(kv, with_extra["extra"].indices)} if with_extra else {}
     kernel.takes_sink = kernel.takes_sink and _applies_sink("sparse decode", kernel, q, kv, indices, sunk)
     zeroes = _zeroes_empty("sparse decode", kernel, kv, (1, 1), heads, rows, layout.key_width)
     return Traits(base_2, *zeroes, takes_plan=takes_plan)
@@ -212,7 +213,7 @@ def calibrate_prefill(
             out, lse = kernel(q, kv, indices, 1.0)
             base_2 = _base_2("sparse prefill", q, out, lse, (1, count), _PREFILL_KEYS)
         except REFUSING as error:
-            refusal = refused(f"sparse prefill with {count} heads", error)
+            refusal = refused(f"sparse prefill with {count} heads and K {indices.shape[-1]}", error)
             continue
         accepted.append(count)
     if not accepted:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
 from mla_portable.layouts import CacheLayout
@@ -17,6 +18,8 @@ from mla_portable_common.flash_mla.decode_conventions import decode_of_module
 from mla_portable_common.flash_mla.prefill_conventions import prefill_of_module
 from mla_portable_common.libraries import Library, NotThisConvention
 
+_DECLARED: Final = "kv_layouts, padded_heads or num_heads, lse of the Support; topk_multiple of decode or prefill"
+"""What the tiny calls depend on."""
 _lock = threading.Lock()
 
 
@@ -57,18 +60,25 @@ def _found(
         return Found(None, None, None, (Reason("device", str(facts), "not on this machine"),))
     heads, multiple = limits.heads, limits.topk_multiple
     reasons: list[Reason] = []
+    refusing: list[Reason] = []
     for name in library.modules:
         try:
             kernel = kernel_of_module(name, primitive, fp8=layout.is_quantized, has_lse=has_lse)
+        except NotThisConvention as failure:
+            reasons.append(Reason(f"module {name}", "not usable:", str(failure), library.remedy))
+            continue
+        try:
             if primitive is SPARSE_DECODE:
                 traits = calibrate_decode(kernel, device, layout, heads=heads, topk_multiple=multiple, with_plan=False)
             else:
                 traits = calibrate_prefill(kernel, device, heads, layout, full_heads=heads, topk_multiple=multiple)
         except NotThisConvention as failure:
-            reasons.append(Reason(f"module {name}", "not usable:", str(failure), library.remedy))
+            remedy = f"correct the declaration ({_DECLARED}), or take another version of {name}"
+            refusing.append(Reason(f"module {name}", "refuses what is declared:", str(failure), remedy))
         else:
-            return Found(name, kernel, traits, tuple(reasons))
-    return Found(None, None, None, tuple(reasons))
+            return Found(name, kernel, traits, (*refusing, *reasons))
+    # where a copy is there, to install one is no remedy
+    return Found(None, None, None, (*refusing, *(replace(each, remedy="") if refusing else each for each in reasons)))
 
 
 forget_copies = _found.cache_clear
