@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import torch
 
 from mla_portable.capability.profiles import load_profiles
 from mla_portable.contracts import Support
+from mla_portable_common import Library, deep_gemm, flash_mla
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "mla-portable-acme"
@@ -122,12 +124,45 @@ def test_the_probe_finds_a_wrong_convention(environment, tmp_path):
 
 def test_the_page_quotes_the_plugin_word_for_word():
     page = (ROOT / "docs" / "adding-a-vendor.md").read_text()
-    shared = ROOT / "tests" / "fake_plugins" / "musa.py"  # whose adapters are in mla_portable_common
-    sources = "\n".join(path.read_text() for path in [*EXAMPLE.rglob("*.py"), EXAMPLE / "pyproject.toml", shared])
+    shared = [ROOT / "tests" / "fake_plugins" / f"musa.{kind}" for kind in ("py", "toml")]  # adapters: mla_portable_common
+    sources = "\n".join(path.read_text() for path in [*EXAMPLE.rglob("*.py"), EXAMPLE / "pyproject.toml", *shared])
     quoted = [body for language, body in re.findall(r"```(python|toml)\n(.*?)```", page, flags=re.DOTALL)]
     assert len(quoted) >= 5
     for body in quoted:
         assert body.strip("\n") in sources, f"not in the example:\n{body}"
+
+
+def test_the_two_files_of_the_page_are_a_plugin_that_installs(tmp_path):
+    page = (ROOT / "docs" / "adding-a-vendor.md").read_text()
+    toml = (ROOT / "tests" / "fake_plugins" / "musa.toml").read_text()
+    assert f"```toml\n{toml}```" in page
+    source, target = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(toml)
+    (source / "mla_portable_musa.py").write_text((ROOT / "tests" / "fake_plugins" / "musa.py").read_text())
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(target)]
+    done = subprocess.run([*pip, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answer = mla_portable("doctor", env=os.environ | {"PYTHONPATH": str(target), "TRITON_INTERPRET": "0"})
+    (plugin,) = [each for each in answer["plugins"] if each["name"] == "musa"]
+    assert plugin["ok"] and len(plugin["implementations"]) == 5
+
+
+def test_the_page_shows_the_shared_adapters_with_their_defaults():
+    page = (ROOT / "docs" / "adding-a-vendor.md").read_text()
+    for name, function in (
+        ("Library", Library),
+        ("flash_mla.decode", flash_mla.decode),
+        ("flash_mla.prefill", flash_mla.prefill),
+        ("deep_gemm.scores", deep_gemm.scores),
+    ):
+        shown = []
+        for each in inspect.signature(function).parameters.values():
+            if each.kind is each.KEYWORD_ONLY and "*" not in shown:
+                shown.append("*")
+            default = getattr(each.default, "__name__", repr(each.default))
+            shown.append(each.name if each.default is each.empty else f"{each.name}={default}")
+        assert f"\n{name}({', '.join(shown)})\n" in page
 
 
 def test_the_table_of_support_has_every_field_with_its_default():
