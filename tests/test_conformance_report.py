@@ -29,9 +29,9 @@ def failing(fault: str, primitive: Primitive, match: str = ""):
     [
         ("writes whole blocks", GATHER_UPCONVERT, "", "block_size=16|64, lens=borders|edges|long"),
         ("multiplies dead parts by 0", MERGE_STATES, "", "dead=all|mixed|rows|some"),
-        ("writes skipped tokens", CACHE_WRITE, "", "skips=corpus|some, blocks=packed|strided"),
+        ("writes skipped tokens", CACHE_WRITE, "", "skips=corpus|some"),
         ("leaves the unseen", INDEXER_LOGITS, "", ""),
-        ("takes the scale of the token before", INDEXER_LOGITS, "", "kv=index_fp8, scale_format=amax|pow2"),
+        ("takes the scale of the token before", INDEXER_LOGITS, "", "kv=index_fp8"),
     ],
 )
 def test_a_report_names_what_failing_cases_share(fault: str, primitive: Primitive, match: str, shared: str):

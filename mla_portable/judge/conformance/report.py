@@ -140,20 +140,29 @@ class Report:
         """What failing cases share, a line for each primitive: "common to all 21 failures of sparse_decode: sink=plus_inf".
 
         A parameter is named when not nearly all cases have one of the values that the failing ones have, and when as many cases
-        taken at random would seldom have them.
+        taken at random would seldom have them. Of these, a parameter is left out whose values all passed cases have
+        that share the rarer parameters with the failures: it tells them apart from none.
         """
         lines: list[str] = []
         for primitive in dict.fromkeys(result.case.primitive for result in self.results):
-            every = [_parameters(r) for r in self.results if r.case.primitive is primitive]
-            failed = [_parameters(r) for r in self.results if r.case.primitive is primitive and r.status != "passed"]
-            shared: list[str] = []
+            own = [(_parameters(r), r.status == "passed") for r in self.results if r.case.primitive is primitive]
+            every, passed = [each for each, _ in own], [each for each, is_passed in own if is_passed]
+            failed = [each for each, is_passed in own if not is_passed]
+            shared: list[tuple[float, str, set[str]]] = []
             for name in [name for name in failed[0] if all(name in each for each in failed)] if failed else []:
                 values = {each[name] for each in failed}
                 share = sum(each.get(name) in values for each in every) / len(every)
                 if share <= _USUAL and share ** len(failed) <= _BY_CHANCE:
-                    shared.append(f"{name}={'|'.join(sorted(values))}")
-            if shared:
-                lines.append(f"common to all {len(failed)} failures of {primitive}: {', '.join(shared)}")
+                    shared.append((share, name, values))
+            telling: list[str] = []
+            for _, name, values in sorted(shared, key=lambda each: each[0]):
+                alike = [each for each in passed if each.get(name) in values]
+                if len(alike) < len(passed):
+                    telling.append(name)
+                passed = alike
+            words = [f"{name}={'|'.join(sorted(values))}" for _, name, values in shared if name in telling]
+            if words:
+                lines.append(f"common to all {len(failed)} failures of {primitive}: {', '.join(words)}")
         return tuple(lines)
 
     def counts(self) -> dict[tuple[str, Primitive], Counter[str]]:

@@ -38,8 +38,8 @@ def decode(
         name: of the implementation, "<vendor>.flash_mla".
         library: where it is found.
         support: `kv_layouts`, of rows of bytes or of bf16; the heads that the kernel has as `padded_heads`, or as `num_heads`
-            where none are to be padded; `lse=False` where the functions return none; `attn_sink=False` where they take none, or
-            return no lse; the remaining fields are of the adapter.
+            where none are to be padded; `lse=False` where the functions return none; `attn_sink=False` where they then take no
+            sink either; the remaining fields are of the adapter.
         topk_multiple: what the kernel's list width must be one of; shorter lists are padded with -1.
         any_order: False where the kernel takes -1 behind all other indices alone.
         preference: as of `Implementation`.
