@@ -186,6 +186,13 @@ def test_a_batch_must_not_change_a_bit(on_hopper: None, monkeypatch: pytest.Monk
         assert serves(engine, make_batch(engine, query_lens, [40] * len(query_lens))) == "ours"
 
 
+def test_vllms_top_k_stays_where_the_fused_path_cannot_serve(on_hopper: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compat, "wants_batch_invariance", lambda: True)
+    monkeypatch.setattr(indexer_choice, "_beyond_fused", lambda config: "pools")
+    make_indexer()
+    assert not indexer_choice.current().ours
+
+
 def test_profiling_shows_the_memory_of_both(times: Any, monkeypatch: pytest.MonkeyPatch):
     times({64: {1: FASTER}, 256: {1: FASTER}})
     engine, bound = make_indexer(), []

@@ -8,6 +8,7 @@ impl      one layer's attention                      scratch   buffers, from vLL
 writer    who writes the cache, with which scales    prompts   prompts over keys of each head, where that is faster
 settings  environment variables                      compat    all that differs between versions of vLLM
 status    what `mla-portable doctor` says about it       registration  what it declares to the registry
+selections  which layers attend to one selection
 
 projecting        layers that leave the products with W_UK and W_UV to their implementation
 context_parallel  this rank's share of each sequence, and the collective of its indexer
