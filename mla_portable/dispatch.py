@@ -21,7 +21,7 @@ from mla_portable.accelerator import Accelerator, accelerator
 from mla_portable.choose import Registry, get_registry
 from mla_portable.choose.limits import running
 from mla_portable.choose.names import check_backend
-from mla_portable.contracts import DecodeSchedule, InvalidArgument, Request
+from mla_portable.contracts import DecodeSchedule, InvalidArgument, PlanMismatch, Request
 from mla_portable.contracts.primitive import F, Primitive
 
 _CACHE_LIMIT: Final = 4096
@@ -58,6 +58,14 @@ class Served(Generic[F]):
     call: F
     name: str
     schedule_type: type[DecodeSchedule] | None
+
+    def check_schedule(self, where: str, schedule: DecodeSchedule) -> None:
+        """Raises: PlanMismatch where what serves takes another kind of schedule. `where` begins the message."""
+        if self.schedule_type is not None and not isinstance(schedule, self.schedule_type):
+            raise PlanMismatch(
+                f"{where}: schedule is a {type(schedule).__name__}, {self.name} takes a {self.schedule_type.__name__}. "
+                "Plan with the schedule_kind of the implementation that serves, or force the one that was planned for."
+            )
 
 
 _override: Registry | None = None

@@ -31,6 +31,7 @@ class Features:
             result may be NaN or a tensor without elements. Any other value in it is the lse.
         attn_sink, lengths: the call has this argument.
         nope: queries are as wide as the latent, and the rotary part of the rows, quantised ones that have one, is not read.
+        q_scale: queries are e4m3 and count `q_scale` times.
         compact, prefill_workspace: convert_indices moves valid indices to the front, and maps prefills to workspace rows.
         selection: masked_prefill has a bit mask of the selected keys.
         seq_lens: convert_indices has `seq_lens`, which limits positions to those that are cached.
@@ -50,6 +51,10 @@ class Features:
     nope: bool = _flag(
         "Queries have no rotary part, the rows of the cache have one.",
         remedy="pad the queries with zeros to the width of a key",
+    )
+    q_scale: bool = _flag(
+        "Queries are e4m3 and have a scale.",
+        remedy="multiply the queries by their scale, to bfloat16, before the call",
     )
     compact: bool = _flag("convert_indices moves the valid indices of a row to its front.")
     prefill_workspace: bool = _flag("convert_indices maps the rows of prefills to a workspace.")

@@ -55,7 +55,7 @@ def _settings() -> dict[str, object]:
         "the registry of a `serving` block": dispatch._override,
         "the policy of a `use` block": active_rules(),
         "the primitives": Primitive.all(),
-        "the layouts": layout_names(),
+        "the layouts": [name for name in layout_names() if "." not in name],  # a plugin's stay once it is loaded
     }
 
 

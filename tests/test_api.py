@@ -59,9 +59,14 @@ def test_signature_is_the_protocol_plus_backend(name: str):
     protocol = getattr(primitives, "".join(word.capitalize() for word in name.split("_")))
     expected = list(inspect.signature(protocol.__call__).parameters.values())[1:]
     offered = list(inspect.signature(getattr(mla_portable, name)).parameters.values())
-    # of a second cache: only who declares `Support.extra_cache` is given these, so the Protocol does not ask for them
-    offered = [parameter for parameter in offered if not parameter.name.startswith("extra_")]
-    # an implementation is bound for a layout, so calls do not name it
+    # of a second cache, and scales: only who declares `Support.extra_cache`, a layout with `tensor_scale` or `Support.q_scale`
+    # is given these, so the Protocol does not ask for them
+    optional = "extra_kv_cache", "extra_indices", "extra_lengths", "kv_scale", "q_scale"
+    offered = [parameter for parameter in offered if parameter.name not in optional]
+    if name in ("indexer_logits", "indexer_select"):  # likewise: only who has a schedule_kind is given a schedule
+        offered = [parameter for parameter in offered if parameter.name != "schedule"]
+    # an implementation is bound for an order and a layout, so calls name neither
+    offered = [parameter for parameter in offered if parameter.name != "ordered"]
     last = ["kv_layout", "backend"] if Primitive.named(name).cache else ["backend"]
     own, added = offered[: -len(last)], offered[-len(last) :]
     assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in expected]
@@ -73,8 +78,9 @@ def test_the_check_and_the_reference_take_what_the_function_takes(primitive: Pri
     """In the same order: a function whose check is one of its own hands its arguments to it by position."""
     offered = list(inspect.signature(getattr(mla_portable, primitive)).parameters.values())[:-1]  # the last is `backend`
     reference = list(inspect.signature(primitive.reference).parameters.values())
-    assert [(p.name, p.kind, p.default) for p in reference[: len(offered)]] == [(p.name, p.kind, p.default) for p in offered]
-    assert [p.name for p in reference[len(offered) :]] in ([], ["dtype"]), "that of its arithmetic, by default float64"
+    taken = [p for p in offered if p.name != "ordered"]  # of the reference the positions always ascend
+    assert [(p.name, p.kind, p.default) for p in reference[: len(taken)]] == [(p.name, p.kind, p.default) for p in taken]
+    assert [p.name for p in reference[len(taken) :]] in ([], ["dtype"]), "that of its arithmetic, by default float64"
     check = getattr(import_module(primitive.module), "check", None)
     assert (check is None) == (primitive in (MERGE_STATES, QUANTIZE_PER_TENSOR)), "these check in the public function"
     assert check is None or list(inspect.signature(check).parameters) == [p.name for p in offered]
@@ -121,7 +127,7 @@ def test_request_says_what_the_call_needs(tape):
         "kv_layout=bf16 block_size=4 on CPU",
         "kv_layout=fp8_ds_mla block_size=16 on CPU",
         "kv_layout=index_bf16 num_heads=64 block_size=16 on CPU",
-        "kv_layout=index_fp8 num_heads=64 topk=32 block_size=16 uneven_blocks=yes on CPU",
+        "kv_layout=index_fp8 num_heads=64 topk=32 block_size=16 uneven_blocks=yes ordered=yes on CPU",
         "kv_layout=index_fp8 num_heads=64 on CPU",
         "kv_layout=index_fp8 block_size=16 scale_format=pow2 uneven_blocks=yes on CPU",
     ]

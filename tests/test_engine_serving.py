@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socketserver
 import subprocess
 import sys
@@ -22,12 +23,15 @@ import pytest
 import typer
 from commands import document, in_a_process, invoke
 
+from mla_portable.cli.doctor.instead import REPLACED
 from mla_portable.cli.doctor.reading import Serving, in_log, in_metrics
 from mla_portable.cli.doctor.running import look_at
+from mla_portable.cli.doctor.tested import TESTED
 from mla_portable.engines.common.metrics import NOT_SERVING
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
+ROOT = Path(__file__).parents[1]
 GAUGE = "# HELP mla_portable_serves Processes.\n# TYPE mla_portable_serves gauge\n"
 ONE_PROCESS = "# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds 1.7e+09\n"
 COUNTED = 'vllm:prompt_tokens_total{engine="0",model_name="m"} 12.0\n'
@@ -46,14 +50,23 @@ def vllm(metrics: str) -> dict[str, str]:
     return {"/version": '{"version":"0.33.0"}', "/v1/models": card("vllm"), "/metrics": metrics}
 
 
+def sglang(metrics: str, **options: str) -> dict[str, str]:
+    """SGLang answers its options and its version at /server_info."""
+    info = {"model_path": "m", "attention_backend": "dsa", "version": "0.5.16", "internal_states": [{}], **options}
+    return {"/v1/models": card("sglang"), "/metrics": metrics, "/server_info": json.dumps(info)}
+
+
 @contextmanager
 def server(pages: Mapping[str, str | int]) -> Iterator[str]:
-    """A server of these pages alone; a number is a status. Anything else that is asked is an error of the test."""
+    """A server of these pages alone; a number is a status, 0 an answer after two seconds. Else the test is wrong."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = pages.get(self.path, 404)
-            assert self.path in ("/version", "/v1/models", "/metrics"), self.path
+            assert self.path in ("/version", "/v1/models", "/metrics", "/server_info"), self.path
+            if page == 0:
+                time.sleep(2)
+                return
             self.send_response(page if isinstance(page, int) else 200)
             self.end_headers()
             self.wfile.write(b"" if isinstance(page, int) else page.encode())
@@ -85,7 +98,16 @@ def test_a_server_whose_workers_serve():
     ("pages", "serves", "words"),
     [
         (vllm(COUNTED), False, "those of all its processes, and none has mla_portable_serves"),
+        (vllm(COUNTED), False, "start vLLM with --attention-backend CUSTOM, or with MLA_PORTABLE_VLLM=override"),
         (vllm(ONE_PROCESS + COUNTED), None, "PROMETHEUS_MULTIPROC_DIR"),
+        (sglang(COUNTED), False, "SGLang's own kernels serve; its /metrics"),
+        (sglang(COUNTED), False, "start SGLang with MLA_PORTABLE_SGLANG=on"),
+        (
+            sglang(COUNTED, dsa_prefill_backend="flashmla_kv", dsa_decode_backend="trtllm"),
+            False,
+            "--dsa-prefill-backend flashmla_kv and --dsa-decode-backend trtllm, and the plugin does not replace trtllm; its",
+        ),
+        ({**sglang(COUNTED), "/server_info": 500}, False, "SGLang's own kernels serve"),
         ({"/v1/models": card("sglang")}, None, "--enable-metrics"),
         ({"/version": '{"version":"0.33.0"}', "/v1/models": 401, "/metrics": COUNTED}, False, "none has mla_portable_serves"),
         ({"/version": "<html>", "/v1/models": "[]", "/metrics": 500}, None, "the server has no /metrics"),
@@ -94,9 +116,15 @@ def test_a_server_whose_workers_serve():
 def test_a_server_that_does_not_serve_or_does_not_say(pages: Mapping[str, str | int], serves: bool | None, words: str):
     with server(pages) as url:
         answer = document("doctor", "--engine", url, code=1)
-        text = invoke("doctor", "--engine", url, code=1).stdout
+        text = " ".join(invoke("doctor", "--engine", url, code=1).stdout.split())
     assert answer["ok"] is False and answer["engine"]["serves"] is serves
     assert words in text and ("does NOT serve" if serves is False else "is unknown") in text and "remedy" in text
+
+
+def test_options_of_sglang_that_do_not_come_are_done_without():
+    with server({**sglang(COUNTED), "/server_info": 0}) as url:
+        found = look_at(url, seconds=1.5)
+    assert found.serves is False and found.engine == "SGLang" and found.why[0].startswith("SGLang's own kernels serve; its")
 
 
 def test_what_is_no_engine_is_refused(tmp_path: Path):
@@ -164,6 +192,139 @@ def test_a_log_in_which_the_plugin_does_not_serve(line: str, tmp_path: Path):
     assert answer["engine"]["serves"] is False and answer["engine"]["why"] == [line]
     log.write_text("INFO start\n")
     assert "no line of the plugin" in invoke("doctor", "--engine", str(log), code=1).stdout
+
+
+VLLM_BEGINS = "(EngineCore pid=7) INFO 11-26 10:00:00 [core.py:124] Initializing a V1 LLM engine (v0.30.0) with config: ...\n"
+STOCK = "(Worker pid=8) INFO Using FLASHMLA_SPARSE attention backend out of potential backends: ['FLASHMLA_SPARSE'].\n"
+SGLANG_BEGINS = "[2026-11-26 10:00:00] Use dsa attention backend for DeepSeek with DSA.\n"
+SGLANG_SETS = "[2026-11-26 10:00:00] Set DSA backends for fp8_e4m3 KV Cache: prefill={}, decode={}.\n"
+HOOKS = "[2026-11-26 10:00:01] mla_portable hooks dsa_backend.DeepseekSparseAttnBackend._forward_fa3\n"
+START_VLLM = "remedy start vLLM with --attention-backend CUSTOM, or with MLA_PORTABLE_VLLM=override in its environment"
+INSTEAD: dict[str, tuple[str, bool | None, tuple[str, ...]]] = {
+    "the flag is forgotten": (
+        VLLM_BEGINS + STOCK,
+        False,
+        ("another backend serves: vLLM chose FLASHMLA_SPARSE, which is its own", START_VLLM, "engine vLLM 0.30.0", "tested"),
+    ),
+    "another of vLLM's backends": (
+        STOCK.replace("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"),
+        False,
+        ("FLASH_ATTN_MLA_SPARSE",),
+    ),
+    "a backend that was asked for": ("INFO Using AttentionBackendEnum.FLASHMLA_SPARSE backend.\n", False, (START_VLLM,)),
+    "on ROCm": ("INFO Using ROCM_AITER_MLA_SPARSE backend (selected via --attention-backend).\n", False, (START_VLLM,)),
+    "on ROCm, by vLLM": ("INFO Using ROCM_AITER_MLA_SPARSE backend out of potential backends: [].\n", False, (START_VLLM,)),
+    "on ROCm, 0.17": ("INFO Using Sparse MLA backend.\n", False, (START_VLLM,)),
+    "on XPU": ("INFO Using XPU MLA Sparse backend.\n", False, (START_VLLM,)),
+    "another model": (
+        VLLM_BEGINS + STOCK.replace("FLASHMLA_SPARSE", "FLASH_ATTN"),
+        False,
+        ("vLLM chose FLASH_ATTN, none of which is for sparse MLA", "serve a model with sparse MLA"),
+    ),
+    "ours without its layers": (
+        VLLM_BEGINS + "INFO Using AttentionBackendEnum.CUSTOM backend.\n",
+        None,
+        ("vLLM chose CUSTOM, and no line of the plugin", "at level INFO"),
+    ),
+    "ours in another's place without its layers": (
+        "INFO mla_portable serves in place of FLASHMLA_SPARSE: compute capability\n" + STOCK,
+        None,
+        ("vLLM chose FLASHMLA_SPARSE, and no line of the plugin",),
+    ),
+    "a plugin that is not there": (
+        VLLM_BEGINS + "ValueError: Backend CUSTOM must be registered before use. Use register_backend(...)\n",
+        False,
+        ("is not registered: vLLM did not load the plugin", "check VLLM_PLUGINS"),
+    ),
+    "a log that begins too late": (VLLM_BEGINS, False, ("no line of the plugin", "from the engine's start", "CUSTOM")),
+    "SGLang, hooked": (
+        HOOKS + SGLANG_BEGINS + SGLANG_SETS.format("flashmla_kv", "trtllm"),
+        False,
+        ("SGLang's own kernels serve", "does not replace trtllm", "remedy start SGLang with MLA_PORTABLE_SGLANG=on in"),
+    ),
+    "SGLang, hooked, in mode auto": (
+        HOOKS + SGLANG_BEGINS + SGLANG_SETS.format("flashmla_kv", "fa3"),
+        False,
+        ("--dsa-decode-backend fa3 mla_portable does NOT", "remedy start SGLang with MLA_PORTABLE_SGLANG=on in"),
+    ),
+    "SGLang, not hooked": (SGLANG_BEGINS, False, ("no line of the plugin says that it hooked SGLang", "check SGLANG_PLUGINS")),
+}
+
+
+@pytest.mark.parametrize("case", INSTEAD)
+def test_a_log_in_which_another_backend_serves(case: str, tmp_path: Path):
+    """Lines as vLLM 0.17 to 0.33 and SGLang 0.5.16 and 0.5.23 write them."""
+    text, serves, words = INSTEAD[case]
+    log = tmp_path / "serve.log"
+    log.write_text(text)
+    assert document("doctor", "--engine", str(log), code=1)["engine"]["serves"] is serves
+    shown = " ".join(invoke("doctor", "--engine", str(log), code=1).stdout.split())
+    assert [each for each in words if each not in shown] == []
+
+
+def test_the_backend_that_vllm_names_is_no_matter_where_the_plugin_serves_attention(tmp_path: Path):
+    log = tmp_path / "serve.log"
+    log.write_text(VLLM_BEGINS + STOCK + VLLM_LOG + INDEXER_LOG)
+    assert document("doctor", "--engine", str(log))["engine"]["why"] == []
+    log.write_text(VLLM_BEGINS + STOCK + INDEXER_LOG)
+    (note,) = document("doctor", "--engine", str(log))["engine"]["why"]
+    assert "the plugin serves the indexer alone; attention is computed by FLASHMLA_SPARSE of vLLM: start vLLM with" in note
+    for pages, engine in ((vllm, "vLLM"), (sglang, "SGLang")):
+        with server(pages(GAUGE + DECODE.replace("sparse_decode", "indexer_select"))) as url:
+            (note,) = document("doctor", "--engine", url)["engine"]["why"]
+        assert f"the plugin serves the indexer alone; attention is computed by kernels of {engine}: start {engine} with" in note
+
+
+def test_implementations_of_sglang_that_are_replaced_are_those_of_the_adapter():
+    from mla_portable.engines.sglang.model import METHOD_OF
+
+    assert {*REPLACED} == {*METHOD_OF, "flashmla_auto"}
+
+
+def test_a_version_is_said_to_be_tested_or_not(tmp_path: Path):
+    with server(vllm(GAUGE + DECODE)) as url:
+        answer = document("doctor", "--engine", url)["engine"]
+        shown = " ".join(invoke("doctor", "--engine", url).stdout.split())
+    assert answer["tested"] == "vLLM 0.33.0 was tested: on H200s: nothing; on a CPU with its real classes: all"
+    assert f"tested {answer['tested']}" in shown
+    log = tmp_path / "serve.log"
+    log.write_text(VLLM_BEGINS.replace("0.30.0", "0.29.1+cu129") + VLLM_LOG)
+    answer = document("doctor", "--engine", str(log))["engine"]
+    assert answer["engine"] == "vLLM 0.29.1+cu129" and answer["tested"].startswith(
+        "vLLM 0.29.1 was not tested; tested on H200s: 0.24"
+    )
+    with server(sglang(GAUGE + DECODE)) as url:
+        answer = document("doctor", "--engine", url)["engine"]
+    assert answer["engine"] == "SGLang 0.5.16" and "on H200s: offline engines with a small model" in answer["tested"]
+    for pages in ({**vllm(GAUGE + DECODE), "/version": "{}"}, {**vllm(GAUGE + DECODE), "/v1/models": card("acme")}):
+        with server(pages) as url:
+            assert document("doctor", "--engine", url)["engine"]["tested"] == ""
+
+
+def documented(page: str) -> dict[str, list[str]]:
+    """Version -> the other cells of the first table of a page, links as their words."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", (ROOT / "docs" / page).read_text())
+    table = re.split(r"\n\n", text[text.index("|---|") :])[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def run_in_ci(script: str) -> set[str]:
+    """The versions of an engine that a script in ci/ runs."""
+    return {*re.findall(r"^ *run (\d[\d.]*)", (ROOT / "ci" / script).read_text(), re.MULTILINE)}
+
+
+def test_versions_are_those_of_ci_and_of_the_documentation():
+    vllm_s, sglang_s = TESTED["vLLM"], TESTED["SGLang"]
+    assert documented("vllm.md") == {each.version: [each.cpu, each.names, each.gpu] for each in vllm_s}
+    assert documented("sglang.md") == {each.version: [each.cpu, each.gpu] for each in sglang_s}
+    for script, listed in (("vllm", vllm_s), ("sglang", sglang_s)):
+        assert run_in_ci(script) == {each.version for each in listed if each.cpu}
+        (installed,) = re.findall(rf"^ci/engine_sources {script} (.*)$", (ROOT / "ci" / script).read_text(), re.MULTILINE)
+        assert {*installed.split()} == run_in_ci(script)
+    assert {path.stem for path in (ROOT / "tests/vllm/interfaces").glob("*.json")} == {
+        each.version for each in vllm_s if each.names
+    }
 
 
 def test_plain_torch_among_what_serves_is_pointed_out(tmp_path: Path):

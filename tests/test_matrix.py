@@ -202,7 +202,7 @@ def test_ci_proves_what_is_in_its_list_alone(tmp_path: Path) -> None:
     assert "sm86" in listed["nvidia.native_sm80 / sparse_decode"] and "sm90" not in listed["nvidia.native_sm80 / sparse_decode"]
     assert {"gfx942", "cpu"} <= set(listed["triton.portable / sparse_decode"])
     assert listed["reference.torch / merge_states"] == ["cpu"]
-    assert not any("flashmla" in name or name.startswith("iluvatar") for name in listed)
+    assert not any("flashmla" in name or name.startswith(("ascend", "iluvatar")) for name in listed)
     declared = Support(source="a test", device_types=("cuda", "cpu"), archs=("sm80", "cpu"))
     mine = make_plugin(implementation("triton.mine", MERGE_STATES, declared))
     acme = make_plugin(implementation("acme.v1", MERGE_STATES, declared))
@@ -507,7 +507,7 @@ def test_an_edit_changes_no_choice_and_needs_no_new_run(copy_of_the_code: Path) 
     nvidia = copy_of_the_code / "backends/nvidia/src/mla_portable_nvidia"
     triton = copy_of_the_code / "backends/triton/src/mla_portable_triton"
     for path, old, new in (
-        (core / "layouts/base.py", 'got=f"{dtype} rows of {width}"', 'got=f"rows of {width}, of {dtype}"'),
+        (core / "layouts/base.py", 'return f"{rows[0]} rows of {rows[1]}"', 'return f"rows of {rows[1]}, of {rows[0]}"'),
         (core / "layouts/base.py", '"add_layout", "layout"', '"add_layout", "the layout"'),
         (nvidia / "native/bound_attention.py", "for it was bound for", "because it was bound for"),
         (triton / "attention_configs.py", "from __future__", "# another comment\nfrom __future__"),

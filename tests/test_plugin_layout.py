@@ -227,7 +227,7 @@ def test_a_layout_says_what_its_kernels_may_round():
     assert [loose.tolerance_of(each) for each in ("int8", "pow2", None)] == ["amax"] * 3
     assert [INT8.tolerance_of(each) for each in ("int8", None)] == ["bf16", "bf16"]
     assert [FP8_DS_MLA.tolerance_of(each) for each in FP8_DS_MLA.scale_formats] == ["pow2", "amax"]
-    assert {storage for storage, _ in TOLERANCES} == {"bf16", "pow2", "amax"}
+    assert {storage for storage, _ in TOLERANCES} == {"bf16", "pow2", "amax", "low"}
     with pytest.raises(InvalidArgument, match="tolerance: got 'wide', expected None or one of bf16, pow2, amax"):
         replace(INT8, tolerance="wide")
 

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_steps import BATCHES, BLOCK, HEADS, SPEC, TOPK, Step, assert_matches, make_step
+from attention_steps import BATCHES, BLOCK, HEADS, REFERENCE, SPEC, TOPK, Step, assert_matches, make_step
 from machines import CPU
+from recorder import Recorder, registry_of
 from torch import Tensor
 
+import mla_portable
 import mla_portable.reference as reference
 from mla_portable.attention import SlotAttention, SparseMLAAttention
 from mla_portable.choose import Registry
@@ -36,6 +38,9 @@ from mla_portable.contracts import (
     hookimpl,
 )
 from mla_portable.contracts.share import ContextShare
+from mla_portable.dispatch import serving
+from mla_portable.kit.rules import extent
+from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.layouts import LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE
@@ -227,3 +232,87 @@ def test_slot_attention_has_a_schedule_for_a_step_that_was_prepared_with_its_len
     assert scheduled(2) is None
     with pytest.raises(InvalidArgument, match=r"prepare: lengths: got list"):
         layer.prepare(2, lengths=[1, 2])
+
+
+# the indexer's primitives
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows(DecodeSchedule):
+    """Of `tokens` tokens of `requests` requests; `scratch_at` is written by a call."""
+
+    tokens: int
+    requests: int
+    topk: int | None
+    scratch_at: Tensor | None = None
+
+    def check_indexer(
+        self, where: str, num_tokens: int, num_requests: int, num_heads: int, topk: int | None, device: torch.device
+    ) -> None:
+        if (num_tokens, num_requests, topk) != (self.tokens, self.requests, self.topk):
+            raise PlanMismatch(f"{where}: {num_tokens} tokens, made for {self.tokens}")
+
+    def scratch(self, where: str, value_width: int) -> dict[str, tuple[int, int]]:
+        assert value_width == 0
+        return {} if self.scratch_at is None else {"schedule.scratch_at": extent(self.scratch_at)}
+
+
+def index_call(name: str) -> tuple[Any, dict[str, Any]]:
+    """A primitive's public function and good arguments: 6 tokens of 3 requests."""
+    tokens, requests = 6, 3
+    arguments: dict[str, Any] = {
+        "q": torch.randn(tokens, 4, 128, generator=torch.Generator().manual_seed(3)).bfloat16(),
+        "weights": torch.ones(tokens, 4),
+        "index_cache": torch.ones(requests, 8, 128).bfloat16(),
+        "query_start_loc": torch.arange(0, tokens + 1, 2, dtype=torch.int32),
+        "seq_lens": torch.tensor([8, 2, 5], dtype=torch.int32),
+        "block_table": torch.arange(requests, dtype=torch.int32).view(-1, 1),
+    }
+    if name == "indexer_logits":
+        return mla_portable.indexer_logits, {**arguments, "out": torch.empty(tokens, 8)}
+    return mla_portable.indexer_select, {**arguments, "topk": 3, "out": torch.empty(tokens, 3, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
+def test_the_indexer_passes_a_schedule_to_who_plans_with_its_kind(name: str):
+    function, arguments = index_call(name)
+    schedule = TokenRows(6, 3, arguments.get("topk"))
+    given = []
+    for kind in (ScheduleKind("rows", TokenRows, KeyCountPlanner, needs_lengths=True), None):
+        plugin = Recorder(schedule_kind=kind)
+        with serving(registry_of(plugin)):
+            function(**arguments, schedule=schedule)
+            function(**arguments)
+        given.append([keywords.get("schedule", "absent") for _, _, keywords in plugin.calls])
+        assert [request.rows for request in plugin.bound] == [None] * len(plugin.bound)
+    assert given == [[schedule, "absent"], ["absent", "absent"]]
+    with serving(REFERENCE):
+        assert torch.equal(function(**arguments, schedule=schedule).clone(), function(**arguments))
+
+
+@pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
+def test_a_schedule_of_another_call_is_refused_by_the_indexer(name: str):
+    function, arguments = index_call(name)
+    topk, written = arguments.get("topk"), arguments["out"]
+    refused: list[tuple[Any, type[Exception], str]] = [
+        (TokenRows(5, 3, topk), PlanMismatch, f"{name}: 6 tokens, made for 5"),
+        (TokenRows(6, 2, topk), PlanMismatch, name),
+        (TokenRows(6, 3, 7), PlanMismatch, name),
+        (KeyCounts(3, 2, written), PlanMismatch, f"{name}: its schedule, a KeyCounts, was made for attention"),
+        (SplitSchedule(6, 4, 3, 1), PlanMismatch, "a SplitSchedule, was made for attention"),
+        ("x", InvalidArgument, "schedule: got str 'x', expected a schedule from a planner"),
+        (TokenRows(6, 3, topk, scratch_at=written[2]), InvalidArgument, "out: .*overlaps schedule.scratch_at"),
+        (TokenRows(6, 3, topk, scratch_at=arguments["weights"]), InvalidArgument, "weights: .*overlaps schedule.scratch_at"),
+    ]
+    plugin = Recorder(schedule_kind=ScheduleKind("others", OtherRows, KeyCountPlanner))
+    with serving(registry_of(plugin)):
+        for schedule, error, text in refused:
+            with pytest.raises(error, match=text):
+                function(**arguments, schedule=schedule)
+        with pytest.raises(PlanMismatch, match=f"{name}: schedule is a TokenRows, recorder.tape takes a OtherRows"):
+            function(**arguments, schedule=TokenRows(6, 3, topk))
+    assert not plugin.calls
+
+
+class OtherRows(TokenRows):
+    """Another kind."""

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_portable.kit.triton_launcher as module
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 
 pytest.importorskip("triton")
 
@@ -47,7 +47,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
-        function = JITFunction(_kernel, do_not_specialize=["size", "count"])
+        function = JITFunction(_kernel, do_not_specialize=["size", "count"], **at_any_address("b_ptr"))
         self.params, self.first, self.again = function.params, 0, []
         self.compiled: dict[str, Machine.Compiled] = {}
         backend = backends["nvidia"].compiler(GPUTarget("cuda", 90, 32))
@@ -107,27 +107,29 @@ def test_only_what_triton_specialises_makes_a_call_another_one(machine: Machine)
     launch = TritonLauncher(machine)
     a, b = MEMORY[torch.bfloat16], MEMORY[torch.int32]
 
-    def call(*, pointer: Any = a, stride: int = 576, size: int = 7, count: int = 9, flag: bool = False) -> None:
-        launch((5, 2), pointer, b, None, 0.5, stride, size, count, FLAG=flag, WIDTH=64, num_warps=4)
+    def call(*, pointer: Any = a, index: Any = b, stride: int = 576, size: int = 7, count: int = 9, flag: bool = False) -> None:
+        launch((5, 2), pointer, index, None, 0.5, stride, size, count, FLAG=flag, WIDTH=64, num_warps=4)
 
     call()
     call()
     for size in (1, 16, 2**31 - 1):
         call(size=size, count=-size)
     call(pointer=a.clone())
-    assert machine.first == 2 and len(machine.again) == 4
+    call(index=b[1:])
+    assert machine.first == 2 and len(machine.again) == 5
     assert machine.again[0][0] == (5, 2, 1, 1) and machine.again[0][1][4:] == (576, 1, -1, False, 64)
     for other in (
         {"pointer": a[1:]},
         {"pointer": a.half()},
+        {"index": b.long()},
         {"stride": 577},
         {"flag": True},
         {"size": 2**31},
         {"count": -(2**40)},
     ):
         call(**other)
-    assert machine.first == 8
-    for first in (9, 10):
+    assert machine.first == 9
+    for first in (10, 11):
         call(size=2**31)
         assert machine.first == first, "beyond 32 bits Triton is asked every time"
 

@@ -408,7 +408,7 @@ def test_a_layers_time_of_prompts_is_not_above_stocks(kit: Any):
 
 def rank_result(first: float = 300.0, *, unknown: float = 1.0) -> dict[str, Any]:
     kernels = {"kinds": {"MoE": 99.0, "unknown": unknown}, "unknown": {"new_kernel": unknown}}
-    return {"first": {"8 x 1000": first}, "step_us": {"16": 17_000.0}, "kernels": {"1 x 8000": kernels}}
+    return {"first": {"8 x 1000": first}, "step_us": {"16": 17_000.0}, "kernels": {"1 x 8000": kernels}, "layers": 31}
 
 
 def rank_lines(kit: Any, *results: tuple[str, dict[str, Any]]) -> list[tuple[str, bool | None]]:
@@ -599,6 +599,7 @@ def test_times_of_ranks_and_every_line_go_into_the_file_of_a_run(kit: Any, tmp_p
         ("plugin", "layer", 1, 8000, "unknown", 1.0),
     ]
     assert [time[0] for time in found] == ["plugin"] * 4 + ["stock"] * 4 and {time.heads for time in times} == {16}
+    assert {(time.mode, time.layers) for time in times} == {("default", 31)}
     assert kit.kit.rank_times(run_of(kit, "tp1-plugin"), "vllm 1.0") == []
     lines, path = list(kit.judge.rank(ran)), tmp_path / "run.json.gz"
     monkeypatch.setattr(kit.kit.metadata, "version", lambda name: "1.0")
@@ -659,15 +660,15 @@ def test_a_load_is_served_and_its_waits_are_counted(kit: Any, monkeypatch: pytes
     assert load["first_ms"]["mean"] == round((1000 + 1500 + 1000) / 3, 3) and load["between_ms"]["p50"] == 500.0
 
 
-def served(kit: Any, *waits: float) -> dict[str, Any]:
-    """What the job of an engine returns: a warm-up, and a load for each of `waits`."""
-    compiled = {"turn": -1, "rate": None, "tokens_s": 1.0, "first_ms": {}, "between_ms": {}, "compiled": {"slow_kernel": 2}}
-    loads = [compiled]
+def served(kit: Any, *waits: float, ours: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What the job of an engine returns: a first load, and one for each of `waits`. ours: kernels that the first compiled."""
+    compiled = {"slow_kernel": 2, **dict.fromkeys(ours, 1)}
+    first = {"turn": -1, "rate": None, "tokens_s": 1.0, "first_ms": {}, "between_ms": {}, "compiled": compiled}
+    loads = [{**first, "ours": list(ours)}]
     for turn, wait in enumerate(waits):
         several = {"mean": wait, "p50": wait, "p99": 2 * wait}
-        loads.append(
-            {"turn": turn, "rate": None, "tokens_s": 1e5 / wait, "first_ms": several, "between_ms": several, "compiled": {}}
-        )
+        load = {"turn": turn, "rate": None, "tokens_s": 1e5 / wait, "first_ms": several, "between_ms": several}
+        loads.append({**load, "compiled": {}, "ours": []})
     return {"loads": loads, "peak_mib": 100, "layers": 31}
 
 
@@ -679,7 +680,7 @@ def test_loads_are_held_against_stock_s_and_go_into_the_file_of_a_run(
     ran = run_of(kit, "serve16-plugin-default", **served(kit, 50.0, 70.0, 60.0))
     ran |= run_of(kit, "serve16-stock-default", **served(kit, 100.0, 120.0, 110.0))
     lines = [line.found for line in kit.judge.serve(ran)]
-    assert len(lines) == 3 and "all at once, 31 layers: tokens_s 1666.7 / 909.1 = 1.833" in lines[0]
+    assert len(lines) == 4 and "all at once, 31 layers: tokens_s 1666.7 / 909.1 = 1.833" in lines[0]
     assert "first_ms p99 120.0 / 220.0 = 0.545" in lines[0]
     assert lines[1] == "plugin: peak 100 MiB; compiled while serving: slow_kernel 2"
     loads = kit.kit.served_loads(ran, "vllm 1.0")
@@ -693,6 +694,29 @@ def test_loads_are_held_against_stock_s_and_go_into_the_file_of_a_run(
     assert read_run(path).engine_loads == loads, "the newer one of a size stays"
     alone = run_of(kit, "serve16-plugin-default", **served(kit, 1.0))
     assert list(kit.judge.serve(alone)) == [], "nothing to hold it against"
+
+
+def test_a_kernel_of_ours_that_a_request_waited_for_fails_the_load(kit: Any):
+    stock = run_of(kit, "serve16-stock-default", **served(kit, 100.0, ours=("reads_disk_kernel",)))
+    for ours, passed in (((), True), (("gather_kernel",), False)):
+        ran = run_of(kit, "serve16-plugin-default", **served(kit, 50.0, ours=ours)) | stock
+        judged = {line.found: line.passed for line in kit.judge.serve(ran) if line.passed is not None}
+        assert judged == {f"of mla_portable, compiled while serving: {', '.join(ours) or 'nothing'}": passed}
+
+
+def test_kernels_that_are_compiled_are_ours_by_the_module_that_defines_them(kit: Any):
+    knobs = pytest.importorskip("triton").knobs
+    before = knobs.runtime.jit_post_compile_hook
+    with kit.mixed_load.compilations() as found:
+        for module, name in (
+            ("mla_portable_triton.kernels.gather_upconvert", "gather_upconvert_kernel"),
+            ("vllm.model_executor.layers.fused_moe", "fused_moe_kernel"),
+            ("mla_portable_nvidia.fa3.prompt_lse", "_prompt_lse_kernel"),
+        ):
+            knobs.runtime.jit_post_compile_hook(fn=SimpleNamespace(module=module, name=name), key="")
+    assert knobs.runtime.jit_post_compile_hook is before
+    assert set(found.kernels) == {"gather_upconvert_kernel", "fused_moe_kernel", "_prompt_lse_kernel"}
+    assert found.ours == {"gather_upconvert_kernel", "_prompt_lse_kernel"}
 
 
 def test_weights_are_drawn_by_name(kit: Any):

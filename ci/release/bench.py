@@ -6,7 +6,8 @@ ci/release/bench.py page [--write] [--records DIR]
     docs/benchmarks.md and its pictures, made of the runs DIR/<release>/*.json.gz, by default capability/; without --write
     the page is printed
 ci/release/bench.py engines RUN
-    the times of engines in a run, as `ci/gpu_vllm --rank --record` writes them, as tables in Markdown
+    the times and mixed loads of engines in a run, as `ci/gpu_vllm --rank --record` and `--serve --record` write them, as tables
+    in Markdown
 ci/release/bench.py plot RUN FILE.svg [--primitive NAME] [--heads N,N] [--topk N,N]
     times over rows: the fastest implementation, triton.portable, the fastest baseline and the roofline bound
 """
@@ -17,7 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine_tables import engine_tables
+from engine_tables import load_tables, origin, time_tables
 from page import PAGE, benchmark_pages
 from plot import picture_of
 
@@ -39,11 +40,14 @@ def write_page(records: Path, docs: Path | None) -> None:
 
 
 def show_engines(path: Path) -> None:
-    """Raises: SystemExit for a run without times of engines."""
+    """Raises: SystemExit for a run without times or loads of engines."""
     run = read_run(path)
-    if not run.engine_times:
-        raise SystemExit(f"{path.name} has no times of engines; `ci/gpu_vllm --rank --record FILE` adds them")
-    print(engine_tables(run))
+    tables = [*time_tables(run), *load_tables(run)]
+    if not tables:
+        raise SystemExit(
+            f"{path.name} has no times of engines; `ci/gpu_vllm --rank --record FILE` adds them, `--serve --record FILE` loads"
+        )
+    print("\n\n".join([origin(run), *tables]))
 
 
 def plot(path: Path, out: Path, primitive: str, heads: frozenset[int], topk: frozenset[int]) -> None:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from engine_tables import engine_tables
+from engine_tables import load_tables, modes_of, origin, time_tables
 from plot import baseline_of, picture_of, widths_matter
 
 from mla_portable.capability.profiles import Profile, load_profiles, profile_of
@@ -75,7 +75,7 @@ def benchmark_pages(folder: Path) -> dict[str, str]:
     profiles = load_profiles(folder / "profiles")
     runs = [run for _, run in sorted(runs_in(folder), key=lambda found: (found[1].date, found[0].name))]
     pictures: dict[str, str] = {}
-    parts = [_INTRODUCTION, *_engines(runs)]
+    parts = [_INTRODUCTION, *_engines(runs), *_loads(runs)]
     for section in _KERNELS:
         parts += [f"## {section.title}", f"{section.text} Repeat it on your device:", f"```bash\n{section.command}\n```"]
         parts += list(_kernels(section, _newest(runs, profiles), pictures)) or ["Not recorded yet."]
@@ -84,18 +84,49 @@ def benchmark_pages(folder: Path) -> dict[str, str]:
 
 def _engines(runs: Sequence[Run]) -> Iterator[str]:
     yield "## One rank of the whole model"
-    yield (
-        "What a user waits for: the time to the first token, and of a decode step, of one GPU's share of DeepSeek-V3.2 "
-        "with all its layers, stock beside the plugin ([how](dev/vllm-testing.md#one-rank-of-the-whole-model)). "
-        "The engines run without torch.compile, unlike vLLM by default, so a step of 16 x 128 tokens takes the host longer "
-        "than the GPU, and its time differs between runs; its kernels do not. "
-        "GPU time of a layer is from other, profiled steps, and not shown where the GPU's clock differed between the engines. "
-        "Repeat it on a GPU of 141 GB:"
+    modes = modes_of(runs)
+    yield " ".join(
+        [
+            "What a user waits for: the time to the first token, and of a decode step, of one GPU's share of DeepSeek-V3.2, or "
+            "of the model that a table names, with all its layers where a table names no number of them, stock beside the "
+            "plugin ([how](dev/vllm-testing.md#one-rank-of-the-whole-model)).",
+            *(text for mode, text in _OF_MODE.items() if mode in modes),
+            "GPU time of a layer is from other, profiled steps. It is not shown where the GPU's clock differed between the "
+            "engines, nor where it contradicts the first token of the same size: the host may take longer than the GPU there, "
+            "or the profiled steps are not like those that were timed. Repeat it on a GPU of 141 GB:",
+        ]
     )
-    first = "ci/gpu_vllm vllm-report-rank16 --rank --only rank16 --budget 320 --record h200.json.gz"
+    first = "ci/gpu_vllm vllm-report-rank16 --rank --only rank16 --budget 580 --record h200.json.gz"
     yield f"```bash\n{first}\nci/release/bench.py engines h200.json.gz\n```"
-    tables = [engine_tables(run) for run in runs if run.engine_times]
-    yield from tables or ["Not recorded yet: no run holds these times."]
+    yield from _of_runs(runs, time_tables) or ["Not recorded yet: no run holds these times."]
+
+
+_OF_MODE: Final = {
+    "default": "Engines started as by default, with torch.compile, ran two at a time: the plugin and stock shared a GPU and "
+    "took turns, so that both had the same clock.",
+    "graphs": "Engines without torch.compile, unlike vLLM by default, ran one after the other. Their step of 16 x 128 tokens "
+    "takes the host longer than the GPU, and its time differs between runs; its kernels do not.",
+}
+"""By a mode of engines, what to know of their times."""
+
+
+def _loads(runs: Sequence[Run]) -> Iterator[str]:
+    yield "## What an operator buys: a mixed load"
+    yield (
+        "Output tokens a second of all requests together, and what each request waits for its first token and between tokens. "
+        "One GPU's share of DeepSeek-V3.2, with as many of its 61 layers as a table says, serves a mixed load that arrives all "
+        "at once or at a rate: prompts of 48 to 12,000 tokens, some of which the prefix cache has in part "
+        "([how](dev/vllm-testing.md#a-mixed-load)). The plugin and stock share a GPU and take turns. A table says how both "
+        "were started. Repeat it on a GPU of 141 GB:"
+    )
+    serve = "--serve --only serve16-plugin-default,serve16-stock-default --budget 580 --record h200.json.gz"
+    yield f"```bash\nci/gpu_vllm vllm-report-serve16 {serve}\nci/release/bench.py engines h200.json.gz\n```"
+    yield from _of_runs(runs, load_tables) or ["Not recorded yet: no run holds loads."]
+
+
+def _of_runs(runs: Sequence[Run], tables: Callable[[Run], Iterable[str]]) -> list[str]:
+    """The tables of each run that has some, behind a line of its origin."""
+    return [part for run in runs if (found := list(tables(run))) for part in (origin(run), *found)]
 
 
 def _newest(runs: Sequence[Run], profiles: Mapping[str, Profile]) -> dict[str, Problems]:

@@ -450,8 +450,8 @@ def rank(ran: Ran) -> Iterator[Line]:
 def serve(ran: Ran) -> Iterator[Line]:
     """Mixed loads beside stock: tokens a second, first tokens and what is between tokens. They inform.
 
-    Of several turns of a load the medians. The kernels that were compiled while requests waited are named: there should be none
-    of ours.
+    Of several turns of a load the medians. The kernels that were compiled while requests waited are named, in the first load
+    too. The plugin's engine fails if one of ours is among them; others inform.
     """
     for name, done, stock in _beside_stock(ran):
         if not done.result or not stock.result:
@@ -467,6 +467,8 @@ def serve(ran: Ran) -> Iterator[Line]:
             compiled = sum((Counter(load["compiled"]) for load in each.result["loads"]), Counter[str]())
             names = ", ".join(f"{kernel} {count}" for kernel, count in sorted(compiled.items()))
             yield Line(name, f"{who}: peak {each.result['peak_mib']} MiB; compiled while serving: {names or 'nothing'}")
+        ours = sorted({kernel for load in done.result["loads"] for kernel in load["ours"]})
+        yield Line(name, f"of mla_portable, compiled while serving: {', '.join(ours) or 'nothing'}", not ours)
 
 
 def _of_stock(ours: float, its: float | None, unit: float) -> str:

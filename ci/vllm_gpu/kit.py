@@ -117,7 +117,8 @@ def rank_times(ran: Mapping[str, Done], engine: str) -> list[EngineTime]:
         requests, tokens = map(int, step.split(" x "))
         given = {"quantity": quantity, "requests": requests, "tokens": tokens, "kernels": kernels, "us": round(us, 2)}
         backend = "plugin" if done.job.who == "plugin" else "stock"
-        found.append(EngineTime.model_validate({"engine": engine, "backend": backend, "heads": done.job.heads, **given}))
+        given |= {"mode": done.job.mode, "layers": done.result["layers"], "heads": done.job.heads}
+        found.append(EngineTime.model_validate({"engine": engine, "backend": backend, **given}))
 
     for done in ran.values():
         if done.job.task != "rank" or not done.result:
@@ -145,7 +146,7 @@ def served_loads(ran: Mapping[str, Done], engine: str) -> list[EngineLoad]:
         same = {"engine": engine, "backend": backend, "heads": job.heads, "layers": done.result["layers"], "mode": mode}
         for one in done.result["loads"]:
             if one["turn"] >= 0:
-                given = {key: value for key, value in one.items() if key != "seconds"}
+                given = {key: value for key, value in one.items() if key not in ("seconds", "ours")}
                 found.append(EngineLoad.model_validate({**same, "requests": job.options["requests"], **given}))
     return found
 

@@ -20,6 +20,8 @@ from typing import Any, Final
 from checkpoint import SEED
 
 _FIRST_TOKEN: Final = 2  # 0 and 1 begin and end a text
+_OURS: Final = "mla_portable"
+"""What names of modules begin with, of the core and of the plugins."""
 _SPREAD: Final = 1.0
 """Standard deviation of the logarithm of a prompt's length."""
 
@@ -125,18 +127,31 @@ def by_rate(loads: Sequence[Mapping[str, Any]]) -> dict[float | None, dict[str, 
     }
 
 
-@contextmanager
-def compilations() -> Iterator[Counter[str]]:
-    """The Triton kernels that are compiled meanwhile, by name, with those that are read from the cache on disk.
+@dataclass
+class Compilations:
+    """kernels: of Triton by name, how often each was compiled. ours: names of those that packages of mla_portable define."""
 
-    A request waits for either. vLLM's monitor (`jit_monitor`) hears of the same.
+    kernels: Counter[str]
+    ours: set[str]
+
+
+@contextmanager
+def compilations() -> Iterator[Compilations]:
+    """The Triton kernels that are compiled meanwhile, with those that are read from the cache on disk.
+
+    A request waits for either. vLLM's monitor (`jit_monitor`) hears of the same; with its mode "error" a kernel of vLLM's own
+    would end the engine, too.
     """
     from triton import knobs
 
-    found, before = Counter[str](), knobs.runtime.jit_post_compile_hook
+    found, before = Compilations(Counter(), set()), knobs.runtime.jit_post_compile_hook
 
     def heard(**given: Any) -> Any:
-        found[str(getattr(given.get("fn"), "name", "?")).rpartition(".")[2]] += 1
+        function = given.get("fn")
+        name = str(getattr(function, "name", "?")).rpartition(".")[2]
+        found.kernels[name] += 1
+        if str(getattr(function, "module", "")).startswith(_OURS):
+            found.ours.add(name)
         return None if before is None else before(**given)
 
     knobs.runtime.jit_post_compile_hook = heard

@@ -127,7 +127,8 @@ def load(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def rank(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
-    """first: as of `load`. step_us: by the batch of a decode step. kernels: by profiled prompts, of `layer_kernels`.
+    """first: as of `load`. step_us: by the batch of a decode step. kernels: by profiled prompts, of `layer_kernels`. layers: of
+    the model.
 
     Each part is printed when it is known, so that the log has it if the process runs out of time.
     """
@@ -136,14 +137,14 @@ def rank(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
     found["kernels"] = layer_kernels(llm, options["profiled"], where)
     print(json.dumps(found["kernels"]), flush=True)
     found["step_us"] = {str(each["batch"]): _step_us(llm, each, where, _RANK_TURNS) for each in options["decodes"]}
-    return found
+    return {**found, "layers": llm.llm_engine.vllm_config.model_config.hf_config.num_hidden_layers}
 
 
 def serve(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
     """A mixed load at each rate of arrival, in turns. Before them one all at once, turn -1: it compiles what no warm-up did.
 
-    Returns: loads, each with its rate, turn, what `mixed_load.measured` says, and the kernels that it compiled. peak_mib: of
-    the allocator. layers: of the model.
+    Returns: loads, each with its rate, turn, what `mixed_load.measured` says, the kernels that it compiled, and which of them
+    are ours. peak_mib: of the allocator. layers: of the model.
     """
     config = llm.llm_engine.vllm_config.model_config.hf_config
     loads: list[dict[str, Any]] = []
@@ -152,7 +153,15 @@ def serve(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
         with turn(where, pinned=False), mixed_load.compilations() as compiled:
             llm.reset_prefix_cache()
             served = mixed_load.serve(llm.llm_engine, requests)
-        loads.append({"rate": rate, "turn": number, **mixed_load.measured(served), "compiled": dict(compiled)})
+        loads.append(
+            {
+                "rate": rate,
+                "turn": number,
+                **mixed_load.measured(served),
+                "compiled": dict(compiled.kernels),
+                "ours": sorted(compiled.ours),
+            }
+        )
         print(json.dumps(loads[-1]), flush=True)
     peak = round(torch.accelerator.max_memory_allocated() / 2**20)
     return {"loads": loads, "peak_mib": peak, "layers": config.num_hidden_layers}

@@ -14,7 +14,17 @@ from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import DecodeSchedule, InvalidArgument, PlanMismatch, StepPlan
 from mla_portable.contracts.values import describe, refuse
-from mla_portable.kit.rules import check_cache, check_disjoint, check_flat_rows, check_tensor, facts_of_rows, shape_of
+from mla_portable.kit.rules import (
+    CacheFacts,
+    check_cache,
+    check_disjoint,
+    check_flat_rows,
+    check_tensor,
+    facts_of_rows,
+    named_tensors,
+    shape_of,
+)
+from mla_portable.layouts import Cache
 from mla_portable.primitives.cache_write import check as check_write
 
 _WHERE: Final = "SparseMLAAttention.forward"
@@ -60,7 +70,7 @@ class StepCheck:
     def __call__(
         self,
         q: Tensor | tuple[Tensor, Tensor],
-        kv_cache: Tensor,
+        kv_cache: Cache,
         topk_indices: Tensor,
         plan: StepPlan,
         out: Tensor | None,
@@ -90,7 +100,7 @@ class StepCheck:
         if lse_out is not None:
             check_tensor(_WHERE, "lse_out", lse_out, torch.float32, (tokens, heads), device, "[T, H]")
         check_sink(_WHERE, spec, attn_sink, device)
-        read = {**parts, "kv_cache": kv_cache, "topk_indices": topk_indices, "attn_sink": attn_sink}
+        read = {**parts, **named_tensors("kv_cache", kv_cache), "topk_indices": topk_indices, "attn_sink": attn_sink}
         if self._buffers.indices.data_ptr() != self._address:  # copy.deepcopy made this layer
             self._look_at_buffers()
         scratch = self._scratch[len(parts) == 2, lse_out is None]
@@ -106,9 +116,9 @@ class StepCheck:
             self._check_plan(plan)
             self._known = plan
 
-    def write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str = "pow2") -> None:
+    def write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Cache, slot_mapping: Tensor, scale_format: str = "pow2") -> None:
         """The tensors of a cache_write that is bound for the spec's cache. Raises: InvalidArgument."""
-        check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format, self._spec.kv_layout)
+        check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format, None, self._spec.kv_layout)
         where = "SparseMLAAttention.cache_write"
         check_layer_cache(where, "kv_cache", kv_cache, self._spec, self._device, flat=self._flat)
 
@@ -185,7 +195,7 @@ def check_sink(where: str, spec: AttentionSpec, attn_sink: Tensor | None, device
 def check_layer_cache(
     where: str,
     argument: str,
-    cache: Tensor,
+    cache: Cache,
     spec: AttentionSpec,
     device: torch.device,
     *,
@@ -198,16 +208,25 @@ def check_layer_cache(
         block_size: in place of the spec's. flat: it is read as flat rows, which lie behind one another without a gap.
     """
     found = check_cache(where, argument, cache, device, kv_layout=spec.kv_layout)
-    layout, alignment, (blocks, size, _) = spec.layout, found.cache_alignment, cache.shape
-    block_stride = cache.stride(0) if blocks > 1 else 0
     wanted = spec.block_size if block_size is None else block_size
+    for at, part in enumerate(cache if isinstance(cache, tuple) else (cache,)):
+        name = f"{argument}[{at}]" if isinstance(cache, tuple) else argument
+        _check_layer_tensor(where, name, part, spec, found, wanted, flat=flat)
+
+
+def _check_layer_tensor(
+    where: str, argument: str, cache: Tensor, spec: AttentionSpec, found: CacheFacts, wanted: int, *, flat: bool
+) -> None:
+    """One tensor of a cache with the facts `found`, in blocks of `wanted` tokens."""
+    layout, alignment, (blocks, size, width) = spec.layout, found.cache_alignment, cache.shape
+    block_stride = cache.stride(0) if blocks > 1 else 0
     if size != wanted:
         refuse(where, argument, f"block_size {size}", f"{layout.name}, block_size {wanted}, as in the spec")
     if alignment < spec.cache_alignment:
         bytes_apart = block_stride * cache.element_size()
         _refuse_alignment(where, argument, cache, f", block stride {bytes_apart} bytes", spec, alignment)
-    if block_stride not in (0, size * layout.row_width) and (flat or (spec.contiguous_blocks and found.uneven_blocks)):
-        expected = f"{size * layout.row_width}: the spec promises contiguous blocks, which kernels may rely on"
+    if block_stride not in (0, size * width) and (flat or (spec.contiguous_blocks and found.uneven_blocks)):
+        expected = f"{size * width}: the spec promises contiguous blocks, which kernels may rely on"
         remedy = "Build the layer with contiguous_blocks=False for blocks that lie block_stride."
         refuse(where, argument, f"block stride {block_stride}", expected, remedy)
 

@@ -31,6 +31,7 @@ from mla_portable.attention.step import JoinQuery, StepViews, join_halves
 from mla_portable.choose import Registry
 from mla_portable.contracts import WORKSPACE_ROUTES, InvalidArgument, Request, StepPlan, UnsupportedRequest
 from mla_portable.contracts.values import check_type, describe, device_of, refuse
+from mla_portable.layouts import Cache
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import CACHE_WRITE, CacheWrite
 
@@ -117,7 +118,7 @@ class SparseMLAAttention:
                 self.route,
                 self.buffers,
                 device=self.device,
-                flat_cache=reads_in_place and not self._layout.is_quantized,
+                flat_cache=reads_in_place and not self._layout.in_place,
                 reads_in_place=reads_in_place,
                 schedule_type=kind.schedule_type if kind else None,
             )
@@ -160,7 +161,7 @@ class SparseMLAAttention:
             share=spec.share,
         )
 
-    def cache_write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def cache_write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
         """Write a step's new tokens into the cache with `spec.scale_format`; arguments as `mla_portable.cache_write`.
 
         With `spec.nope`, k_pe is [T, 0], and the rotary part of the rows is written as zeros. Graph-safe where `spec.graph`.
@@ -182,7 +183,7 @@ class SparseMLAAttention:
     def forward(
         self,
         q: Tensor | tuple[Tensor, Tensor],
-        kv_cache: Tensor,
+        kv_cache: Cache,
         topk_indices: Tensor,
         plan: StepPlan,
         *,
@@ -196,7 +197,7 @@ class SparseMLAAttention:
         Args:
             q: [T, H, V + R] bf16, or the pair ql_nope [T, H, V], q_pe [T, H, R] where `spec.concat_query`; V and R are the
                 widths of the layout's latent and rotary part, T = plan.num_padded_tokens. R is 0 with `spec.nope`.
-            kv_cache: [blocks, block_size, row width] of `spec.layout`.
+            kv_cache: [blocks, block_size, row width] of `spec.layout`, or a tuple of its tensors.
             topk_indices: [T or more, K] int32, positions in each token's request, negative = absent; rows of padding hold -1.
             plan: made for this batch by a planner of `planner_config()`.
             attn_sink: [H] float32, in place of the one that the layer was built with: a model's layers may share this object
@@ -239,7 +240,8 @@ class SparseMLAAttention:
             query = q
         else:  # without a rotary part there is nothing to join
             query = step.join_query(q, self._join_query) if spec.joins_query else q[0]
-        converts, num_slots = bound.convert.request, kv_cache.shape[0] * spec.block_size
+        converts, first = bound.convert.request, kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache
+        num_slots = first.shape[0] * spec.block_size
         made_of = step, topk_indices, num_slots, converts
         reads_again = same_selection and self.buffers.holds(*made_of)
         if not reads_again:
@@ -275,7 +277,9 @@ class SparseMLAAttention:
         for part in step.prefills:
             if part.gathered is None or bound.gather is None:
                 prefill = bound.prefill_in_place
-                kv = kv_cache if self._layout.is_quantized else kv_cache.view(-1, self._layout.row_width)
+                kv = kv_cache
+                if not isinstance(kv, tuple) and not self._layout.is_quantized:
+                    kv = kv.view(-1, self._layout.row_width)
             else:
                 prefill, (chunk, kv) = bound.prefill_gathered, part.gathered
                 bound.gather.call(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)

@@ -28,7 +28,8 @@ from mla_portable.attention.spec import AttentionSpec
 from mla_portable.choose import Registry
 from mla_portable.contracts import Decision, DeviceFacts, PlanMismatch, Request
 from mla_portable.contracts.values import INT32_MAX, check_count, check_fields, check_type, describe, device_of, refuse
-from mla_portable.kit.rules import check_dense, check_disjoint, check_tensor, shape_of
+from mla_portable.kit.rules import check_dense, check_disjoint, check_tensor, named_tensors, shape_of
+from mla_portable.layouts import Cache
 from mla_portable.models import DEEPSEEK_V32
 from mla_portable.planner.prompts import KeyPart, PromptPlan
 from mla_portable.primitives import (
@@ -163,7 +164,7 @@ class PromptAttention:
         kv_c: Tensor,
         k_pe: Tensor,
         project: Project,
-        kv_cache: Tensor | None,
+        kv_cache: Cache | None,
         topk_indices: Tensor | None,
         plan: PromptPlan,
         *,
@@ -207,7 +208,7 @@ class PromptAttention:
     __call__ = forward
 
     def _keys(
-        self, kv_c: Tensor, k_pe: Tensor, project: Project, kv_cache: Tensor | None, plan: PromptPlan, part: KeyPart
+        self, kv_c: Tensor, k_pe: Tensor, project: Project, kv_cache: Cache | None, plan: PromptPlan, part: KeyPart
     ) -> tuple[Tensor, Tensor]:
         """k [N, H, P + R] and v [N, H, V] of a part's N keys."""
         if part.num_context:
@@ -270,7 +271,7 @@ class PromptAttention:
         kv_c: Tensor,
         k_pe: Tensor,
         project: Project,
-        kv_cache: Tensor | None,
+        kv_cache: Cache | None,
         topk_indices: Tensor | None,
         plan: PromptPlan,
         out: Tensor | None,
@@ -293,7 +294,8 @@ class PromptAttention:
         if plan.max_context_len:
             self._check_context(kv_cache, plan)
         elif kv_cache is not None:
-            check_dense(_WHERE, "kv_cache", kv_cache, "or None: the plan has no context")
+            for name, each in named_tensors("kv_cache", kv_cache).items():
+                check_dense(_WHERE, name, each, "or None: the plan has no context")
         if plan.masked:
             rows = max(shape_of(_WHERE, "topk_indices", topk_indices, 2, "[T or more, K]")[0], tokens)
             check_tensor(_WHERE, "topk_indices", topk_indices, torch.int32, (rows, spec.topk), device, "[T or more, K]")
@@ -301,11 +303,12 @@ class PromptAttention:
         if out is None:
             return torch.empty(shape, dtype=torch.bfloat16, device=device)
         check_tensor(_WHERE, "out", out, torch.bfloat16, shape, device, f"[T, H, {dims.value}]")
-        read = {"q": q, "kv_c": kv_c, "k_pe": k_pe, "kv_cache": kv_cache, "topk_indices": topk_indices if plan.masked else None}
+        read = {"q": q, "kv_c": kv_c, "k_pe": k_pe, "topk_indices": topk_indices if plan.masked else None}
+        read |= named_tensors("kv_cache", kv_cache)
         check_disjoint(_WHERE, {"out": out}, read)
         return out
 
-    def _check_context(self, kv_cache: Tensor | None, plan: PromptPlan) -> None:
+    def _check_context(self, kv_cache: Cache | None, plan: PromptPlan) -> None:
         """The cache is as the spec says, and the plan's block table holds the contexts."""
         if kv_cache is None:
             refuse(_WHERE, "kv_cache", "None", f"the cache, which has contexts of up to {plan.max_context_len} tokens")

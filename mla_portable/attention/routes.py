@@ -61,7 +61,7 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
     # a small deployment is served by who is fast at its size, where that was measured
     rows = spec.max_num_reqs * spec.decode_query_len
     decode = Request(SPARSE_DECODE, device, **in_place, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph)
-    seen = spec.cache_facts(as_rows=not spec.layout.is_quantized)  # by sparse_prefill
+    seen = spec.cache_facts(as_rows=not spec.layout.in_place)  # by sparse_prefill
     convert = Request(
         CONVERT_INDICES,
         device,
@@ -160,7 +160,7 @@ def choose_route(
 
     def prefill_times(of_cache: Decision) -> PrefillTimes | None:
         """Of the two ways of a prefill, where both and the gather were timed and results may depend on the batch."""
-        if spec.route != AUTO_ROUTE or spec.batch_invariant or not spec.layout.is_quantized:
+        if spec.route != AUTO_ROUTE or spec.batch_invariant or not spec.layout.in_place:
             return None
         us = [registry.times(each) for each in (of_cache, gathered(), gather())]
         return PrefillTimes(*map(Times, us)) if all(us) else None
@@ -179,7 +179,7 @@ def choose_route(
         if verdict.part("gather"):
             verdict = replace(verdict, workspace_bytes=workspace_bytes, memory_share=memory_share)
         forcible = [decode, in_place if in_place.chosen else gathered()]
-        if spec.route == AUTO_ROUTE and spec.layout.is_quantized:
+        if spec.route == AUTO_ROUTE and spec.layout.in_place:
             forcible.append(gather())
         present = [each.decision for each in verdict.parts]
         against = [reason for decision in forcible for reason in forced_but_unused(decision, present)]
@@ -261,7 +261,7 @@ def _gather_without_use(spec: AttentionSpec) -> tuple[Reason, ...]:
     if spec.nope:
         why = "gathered rows have a rotary part, which only rows with scales are read without"
         return (Reason("nope", "yes", why, "take route direct or fused"),)
-    if spec.layout.is_quantized or spec.route != AUTO_ROUTE:
+    if spec.layout.in_place or spec.route != AUTO_ROUTE:
         return ()
     return (
         Reason("kv_layout", spec.kv_layout, "the route would only copy it to a workspace", "force the route to use it anyway"),
@@ -278,7 +278,7 @@ def _workspace_too_small(spec: AttentionSpec, times: PrefillTimes | None) -> tup
 
 def _gaps_between_blocks(spec: AttentionSpec) -> tuple[Reason, ...]:
     """sparse_prefill reads a cache without scales as flat rows."""
-    if spec.layout.is_quantized or spec.contiguous_blocks:
+    if spec.layout.in_place or spec.contiguous_blocks:
         return ()
     why = f"a {spec.kv_layout} cache is read as flat rows"
     return (Reason("contiguous_blocks", "no", why, "take route fused, split or upconvert"),)

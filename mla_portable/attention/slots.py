@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Generic, NamedTuple, NoReturn
+from typing import Any, Final, Generic, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.kit.rules import check_dense
 from mla_portable.kit.second_cache import second_cache
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
+from mla_portable.layouts import Cache
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 
 TENSORS: Final = TensorTable(
@@ -74,7 +75,7 @@ class _ByLengths(Generic[F]):
     plain: Bound[F]
     skipping: Bound[F] | None
 
-    def take(self, lengths: Tensor | None, more: _Second) -> tuple[F, Tensor | None, Mapping[str, Tensor | None]]:
+    def take(self, lengths: Tensor | None, more: _Second) -> tuple[F, Tensor | None, Mapping[str, Any]]:
         """What serves a call, the lengths that it is given, and its keywords for a second cache."""
         if lengths is None or self.skipping is None:
             return self.plain.call, None, second_cache(more.cache, more.slots, None)
@@ -84,13 +85,13 @@ class _ByLengths(Generic[F]):
 class _Second(NamedTuple):
     """The second cache of a call; None three times where there is none."""
 
-    cache: Tensor | None
+    cache: Cache | None
     slots: Tensor | None
     lengths: Tensor | None
 
     def tokens(self) -> _Second:
         """For sparse_decode: every row is a batch row of one token."""
-        slots, lengths = (None if each is None else each.unsqueeze(1) for each in self[1:])
+        slots, lengths = (None if each is None else each.unsqueeze(1) for each in (self.slots, self.lengths))
         return _Second(self.cache, slots, lengths)
 
 
@@ -244,14 +245,14 @@ class SlotAttention:
     def forward(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Cache,
         slots: Tensor,
         *,
         softmax_scale: float,
         decodes: bool,
         lengths: Tensor | None = None,
         attn_sink: Tensor | None = None,
-        extra_kv_cache: Tensor | None = None,
+        extra_kv_cache: Cache | None = None,
         extra_slots: Tensor | None = None,
         extra_lengths: Tensor | None = None,
         out: Tensor | None = None,
@@ -331,7 +332,7 @@ class SlotAttention:
     def _decode(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: Cache,
         slots: Tensor,
         scale: float,
         lengths: Tensor | None,
@@ -357,19 +358,21 @@ class SlotAttention:
         )
         return result.squeeze(1) if out is None else out
 
-    def _forms(self, name: str, cache: Tensor, block_size: int) -> tuple[Tensor | None, Tensor]:
+    def _forms(self, name: str, cache: Cache, block_size: int) -> tuple[Cache | None, Cache]:
         """A cache as sparse_decode reads it, None where rows are no whole number of blocks, and as sparse_prefill does."""
         spec, layout = self.spec, self.spec.layout
-        quantised = layout.is_quantized
-        if quantised or (isinstance(cache, Tensor) and cache.dim() == 3):  # pyright: ignore[reportUnnecessaryIsInstance]
-            flat = not quantised and self._prefill is not None
+        if isinstance(cache, tuple) or layout.in_place:
+            check_layer_cache(TENSORS.where, name, cache, spec, self.device, block_size=block_size)
+            return cache, cache
+        if isinstance(cache, Tensor) and cache.dim() == 3:  # pyright: ignore[reportUnnecessaryIsInstance]
+            flat = self._prefill is not None
             check_layer_cache(TENSORS.where, name, cache, spec, self.device, block_size=block_size, flat=flat)
             return cache, cache.view(-1, layout.row_width) if flat else cache
         check_layer_rows(TENSORS.where, name, cache, spec, self.device)
         in_blocks = len(cache) % block_size == 0
         return cache.view(-1, block_size, layout.row_width) if in_blocks else None, cache
 
-    def _second_forms(self, second: _Second, lengths: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _second_forms(self, second: _Second, lengths: Tensor | None) -> tuple[Cache | None, Cache | None]:
         """Of the second cache, which is there where the spec says so, with its slots and, where `lengths` are, its lengths."""
         where, spec = TENSORS.where, self.spec
         if (second.cache is None) == bool(spec.extra_topk):

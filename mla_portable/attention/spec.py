@@ -96,6 +96,9 @@ class AttentionSpec:
         ):
             if value not in allowed:
                 raise InvalidArgument(where, name, got=repr(value), expected=f"one of {', '.join(map(str, allowed))}")
+        if self.layout.tensor_scale:
+            expected = "a layout whose rows need no kv_scale: layers pass none"
+            raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=expected)
         if self.nope and not (self.layout.is_quantized and self.layout.rope_width):
             expected = "False: only quantised rows with a rotary part are read without it"
             raise InvalidArgument(where, "nope", got=f"True for {self.kv_layout}", expected=expected)

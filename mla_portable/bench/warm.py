@@ -15,40 +15,30 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from mla_portable.accelerator import accelerator
-from mla_portable.attention import HeadDims, SparseMLAAttention
+from mla_portable.attention import HeadDims, PromptAttention, SparseMLAAttention
 from mla_portable.attention.layer_registry import LayerRegistry
-from mla_portable.bench.candidates import prepared
 from mla_portable.bench.kernels import Progress
-from mla_portable.bench.prompts import make_layer, time_step
 from mla_portable.choose import Registry
-from mla_portable.contracts import Decision, DeviceFacts, UnsupportedRequest
-from mla_portable.engines.common.asked import layer_spec
+from mla_portable.contracts import DeviceFacts, UnsupportedRequest
+from mla_portable.engines.common.asked import indexer_requests, layer_spec
 from mla_portable.engines.common.routing import in_words, pairs, served_by
-from mla_portable.judge.problems.bench import Workshop
-from mla_portable.judge.problems.step import StepShape, make_inputs, step_cases
-from mla_portable.layouts import LAYOUTS
+from mla_portable.engines.common.warm_up import warm_indexer, warm_layer, warm_prompts
+from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS
 from mla_portable.models import Model
-from mla_portable.planner import Planner
-
-_STEPS: Final = ((1, 0), (8, 0), (64, 0), (256, 0), (0, 2), (4, 2))
-"""Decodes and prefills of the steps of a layer: what serves may depend on the number of rows."""
-_PROMPTS: Final = (((512, 512),), ((4096, 4096),), ((1024, 8192),))
-"""New tokens and new tokens with their context: all keys, a selection of them, behind a context."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of what runs. topk, max_model_len: of a layer. context, prefill_tokens: of the steps."""
+    """Of layers."""
 
     topk: int
     max_model_len: int
-    context: int = 4096
-    prefill_tokens: int = 512
 
 
-_CPU: Final = _Sizes(topk=64, max_model_len=256, context=64, prefill_tokens=8)
+_CPU: Final = _Sizes(topk=64, max_model_len=256)
 """Nothing is compiled for a CPU but in tests."""
 
 
@@ -160,7 +150,7 @@ def _jobs(
                 name = ", ".join(filter(None, (f"layer of {count} heads", layout, scales and f"{scales} scales")))
                 yield name, partial(_layer, device, registry, model, layout, count, scales, sizes)
             name = f"prompts over keys of each head, {count} heads, {layout}"
-            yield name, partial(_prompts, device, model, layout, count, sizes)
+            yield name, partial(_prompts, device, registry, model, layout, count, sizes)
     yield "indexer", partial(_indexer, device, registry, model, sizes)
 
 
@@ -169,49 +159,40 @@ def _layer(
 ) -> str:
     spec = layer_spec(model, layout, heads, topk=sizes.topk, max_model_len=sizes.max_model_len, scale_format=scales)
     layer = SparseMLAAttention(spec, device=device, registry=registry)
-    planner = Planner(layer.planner_config())
-    for decodes, prefills in _STEPS:
-        shape = StepShape(
-            num_heads=heads,
-            topk=spec.topk,
-            decodes=decodes,
-            prefills=prefills,
-            prefill_tokens=sizes.prefill_tokens,
-            context=sizes.context,
-            block_size=spec.block_size,
-            kv_layout=layout,
-        )
-        inputs = make_inputs(shape, device)
-        layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, inputs.kv_cache, inputs.history_slots)
-        layer.cache_write(inputs.kv_c, inputs.k_pe, inputs.kv_cache, inputs.slot_mapping)
-        layer.forward(inputs.q, inputs.kv_cache, inputs.topk_indices, planner.plan(inputs.batch))
+    warm_layer(layer)
     return served_by(layer.route_decision)
 
 
-def _prompts(device: torch.device, model: Model, layout: str, heads: int, sizes: _Sizes) -> str:
-    small = device.type == "cpu"
-    sized: dict[str, Any] = {"topk": sizes.topk, **({"max_num_tokens": 128, "max_model_len": 128} if small else {})}
+def _prompts(device: torch.device, registry: Registry, model: Model, layout: str, heads: int, sizes: _Sizes) -> str:
+    spec = layer_spec(model, layout, heads, topk=sizes.topk, max_model_len=sizes.max_model_len)
     try:
-        layer = make_layer(device, num_heads=heads, layout=layout, head_dims=HeadDims(*model.head_dims), **sized)
+        attention = PromptAttention(spec, HeadDims(*model.head_dims), device=device, registry=registry)
     except UnsupportedRequest:  # an engine then lets prompts take the route of the layer
         return "nothing: prompts take the layer's route"
-    for requests in (((12, 12),), ((70, 70),), ((20, 90),)) if small else _PROMPTS:
-        time_step(layer, requests, repeat=1)
-    return in_words(pairs(layer.per_head.decisions.values()))
+    warm_prompts(attention)
+    return in_words(pairs(attention.decisions.values()))
 
 
 def _indexer(device: torch.device, registry: Registry, model: Model, sizes: _Sizes) -> str:
-    demand, decisions = LayerRegistry(registry, None), list[Decision]()
-    workshop = Workshop(device, registry.facts(device), check_rows=1, block_size=64)
-    for decodes in (1, 8, 64, 256) if device.type != "cpu" else (2,):
-        shape = StepShape(decodes=decodes, prefills=0, topk=sizes.topk, context=sizes.context)
-        problem = workshop.make(step_cases(shape, index_heads=model.index_heads)["indexer_select"])
-        decision = demand.decide(problem.request)
-        implementation = demand.chosen(decision)
-        if implementation is None:
-            raise UnsupportedRequest(decision)
-        request = registry.configured(implementation, problem.request.but(graph=False))
-        call, _ = prepared(problem, implementation, request, partial(registry.bind_implementation, implementation), device)
-        call()
-        decisions.append(decision)
-    return in_words(pairs(decisions))
+    demand, facts = LayerRegistry(registry, None), registry.facts(device)
+    request, write = indexer_requests(facts, sizes.topk)
+    found = [demand.resolve(each) for each in (request.but(num_heads=model.index_heads), write)]
+    select, keys = found[0].call, found[1].call
+
+    def pages(count: int) -> Tensor:
+        return torch.zeros((count, 64, INDEX_FP8.row_width), dtype=INDEX_FP8.dtype, device=device)
+
+    keys(
+        torch.zeros((1, INDEX_HEAD_SIZE), dtype=torch.bfloat16, device=device),
+        pages(1),
+        torch.full((1,), -1, dtype=torch.int64, device=device),
+    )
+    warm_indexer(
+        select,
+        pages,
+        num_heads=model.index_heads,
+        topk=sizes.topk,
+        longest=sizes.max_model_len,
+        dtype=torch.float8_e4m3fn,
+    )
+    return in_words(pairs(each.decision for each in found))

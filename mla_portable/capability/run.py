@@ -146,6 +146,8 @@ class EngineTime(Model):
             kernels of one kind in the steps up to the first token, divided by the model's layers.
         requests, tokens: that start together, and of each: of the prompt, or of the context before a decode.
         kernels: of a layer's time, the kind of kernel; "" otherwise.
+        mode: how the engine was started, as in EngineLoad; "" in older runs, whose engines ran without torch.compile.
+        layers: of the model that ran; None in older runs.
     """
 
     engine: Text
@@ -155,12 +157,15 @@ class EngineTime(Model):
     requests: Positive
     tokens: Positive
     kernels: str = ""
+    mode: str = ""
+    layers: Positive | None = None
     us: _Microseconds
 
     @property
     def size(self) -> tuple[Any, ...]:
         """What was timed; a file has one time of it."""
-        return self.engine, self.backend, self.heads, self.quantity, self.requests, self.tokens, self.kernels
+        ran = self.engine, self.backend, self.heads, self.mode
+        return *ran, self.quantity, self.requests, self.tokens, self.kernels
 
 
 class Waits(Model):

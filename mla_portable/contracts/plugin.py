@@ -58,7 +58,8 @@ class Implementation(Generic[F]):
         check: library found, symbols found, calling convention identified on this device? Returns the reasons why not.
             It runs once per device, before the numeric probe.
         preference: declared cost, smaller is preferred. Vendor kernels about 10, portable kernels 50, reference 1000.
-        schedule_kind: what `schedule=` of sparse_decode takes, and who plans it; None where any is ignored.
+        schedule_kind: what `schedule=` of sparse_decode, indexer_logits or indexer_select takes, and who plans it; None where
+            any is ignored. One with a kind is also called without a schedule, and then makes its own.
         prefills_as: of sparse_decode, the name of the sparse_prefill that is the same kernel on the same cache, so that one
             call may serve a step's decodes and prefills together; "" for none.
     """

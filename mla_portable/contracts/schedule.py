@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode schedules: how the keys of each query row are divided among thread blocks, and the scratch that takes.
+"""Schedules: how the keys of each query row are divided among thread blocks, and the scratch that takes.
 
-An implementation of sparse_decode that wants a schedule brings its kind (`Implementation.schedule_kind`), and with it the
-planner that makes such schedules. They depend on shapes alone, or on the lengths of the step's sequences too
-(`ScheduleKind.needs_lengths`), which are on the host already: a step needs no read-back to plan them. The core looks at no more
-of a schedule than whether it fits a call.
+An implementation of sparse_decode, indexer_logits or indexer_select that wants a schedule brings its kind
+(`Implementation.schedule_kind`), and with it the planner that makes such schedules. They depend on shapes alone, or on the
+lengths of the step's sequences too (`ScheduleKind.needs_lengths`), which are on the host already: a step needs no read-back to
+plan them. The core looks at no more of a schedule than whether it fits a call.
 """
 
 from __future__ import annotations
@@ -44,8 +44,20 @@ class DecodeSchedule:
         """
         raise NotImplementedError
 
+    def check_indexer(
+        self, where: str, num_tokens: int, num_requests: int, num_heads: int, topk: int | None, device: torch.device
+    ) -> None:
+        """As `check`, for a call of the indexer, whose tensors are of `num_tokens` query tokens and `num_requests` requests.
+
+        topk: of indexer_select, None in indexer_logits. A schedule of attention fits no such call.
+        """
+        made = f"its schedule, a {type(self).__name__}, was made for attention"
+        raise PlanMismatch(f"{where}: {made}. Plan with the schedule_kind of the implementation that serves.")
+
     def scratch(self, where: str, value_width: int) -> Mapping[str, tuple[int, int]]:
         """The address ranges that a call with results of `value_width` writes beside them, by name; asked for after `check`.
+
+        value_width: 0 in calls of the indexer.
 
         A call is refused where one of its tensors lies there.
 
@@ -64,16 +76,17 @@ def refuse_schedule(where: str, given: tuple[int, int, int], made_for: tuple[int
 
 @dataclass(frozen=True, slots=True)
 class ScheduleLimits:
-    """What holds for all decode calls that a SchedulePlanner serves.
+    """What holds for all calls that a SchedulePlanner serves.
 
     Attributes:
-        device: where schedules live, with its index. num_heads: H, of the call. topk: K.
+        device: where schedules live, with its index. num_heads: H, of the call. topk: K, 0 for indexer_logits.
         max_num_rows: most query rows, B * S, of a call. max_query_len: greatest S.
         extra_topk: K of a second cache, 0 where calls have none.
         num_sms: multiprocessors, 0 for a CPU. arch: `DeviceFacts.arch`, "" where unknown.
         max_scratch_bytes: bound on what a call needs beside its tensors.
         batch_invariant: a row's sums have the same order in every batch.
         request: what the implementation is bound for, with its configuration; None where a planner is used without a layer.
+            Of the indexer it is always there, and says which primitive is planned for.
     """
 
     device: torch.device
@@ -169,7 +182,7 @@ class LengthsPlanner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """A kind of decode schedule.
+    """A kind of schedule.
 
     Attributes:
         name: for people: in reports and on the command line. schedule_type: of its schedules, what `schedule=` must be.
@@ -187,6 +200,9 @@ class ScheduleKind:
     assumes_topk: bool = False
     fused_below_heads: int = 0
     needs_lengths: bool = False
+
+    def __str__(self) -> str:
+        return self.name
 
     def schedule(
         self, planner: SchedulePlanner | LengthsPlanner, batch: int, query_len: int, lengths: StepLengths | None = None

@@ -190,7 +190,7 @@ class Support(Features):
         r = request
         layout = None if r.kv_layout is None else LAYOUTS[r.kv_layout]
         if layout is not None and layout.name not in self.layouts:
-            remedy = "take the upconvert route, which gathers to bf16 first" if layout.is_quantized else ""
+            remedy = "take the upconvert route, which gathers to bf16 first" if layout.in_place else ""
             yield Reason("kv_layout", layout.name, f"supports {_words(self.layouts) or 'none'}", remedy)
         if r.num_heads is not None and not self._accepts_heads(r.num_heads):
             yield Reason("num_heads", str(r.num_heads), f"supports {self._heads_text()}", "change tensor parallelism")
@@ -218,7 +218,7 @@ class Support(Features):
             given = f"{r.qk_head_dim or 'any'}/{r.v_head_dim or 'any'}"
             allowed = _words(f"{qk}/{v}" for qk, v in self.head_dims)
             yield Reason("head dims", given, f"supports {allowed}", "use another backend")
-        general = layout.scale_formats[-1] if layout is not None and layout.is_quantized else None
+        general = layout.scale_formats[-1] if layout is not None and layout.scale_formats else None
         if general is not None and self.kv_layouts is not None and (r.scale_format or general) not in self.scale_formats:
             given = r.scale_format or f"unknown, read as {general}"
             yield Reason("scale_format", given, f"supports {_words(self.scale_formats)}", "write the cache with pow2 scales")

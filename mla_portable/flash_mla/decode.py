@@ -138,6 +138,7 @@ def flash_mla_with_kvcache(
         extra_block_size=extra_block_size,
         extra_lengths=extra_topk_length is not None,
         nope=nope,
+        q_scale=False,
     )
     out, lse = decode(
         q,

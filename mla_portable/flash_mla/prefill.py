@@ -121,6 +121,7 @@ def _attend(
         "extra_block_size": None,
         "extra_lengths": False,
         "nope": False,
+        "q_scale": False,
     }
     if rows.shape[0] <= 1 or rows.stride(0) == rows.shape[1]:
         prefill = unchecked(SPARSE_PREFILL, q, block_size=None, **facts)

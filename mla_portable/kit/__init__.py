@@ -7,6 +7,7 @@ split_kv            the decode schedule that cuts rows into splits
 results             tensors that an attention primitive writes to
 rules               checks of single tensors
 tensor_table        checks of a call's tensors by a table
+tensor_scales       scales of a whole cache, and of queries
 second_cache        a second cache of sparse_decode and sparse_prefill
 defaults            torch's own defaults, in a block
 whole_files         files written whole or not at all

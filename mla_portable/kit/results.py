@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_portable.layouts import LAYOUTS, layout_of
+from mla_portable.layouts import LAYOUTS, Cache, layout_of
 
 
 def head_results(q: Tensor, width: int, out: Tensor | None, lse_out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def head_results(q: Tensor, width: int, out: Tensor | None, lse_out: Tensor | No
 
 
 def attention_results(
-    q: Tensor, kv: Tensor, out: Tensor | None, lse_out: Tensor | None, *, kv_layout: str | None = None
+    q: Tensor, kv: Cache, out: Tensor | None, lse_out: Tensor | None, *, kv_layout: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Likewise over cached rows.
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe, refuse
-from mla_portable.layouts import KV, LAYOUTS, CacheLayout, layout_names, layout_of
+from mla_portable.layouts import KV, LAYOUTS, Cache, CacheLayout, layout_names, layout_of
 
 _NO_SCRATCH: Final[Mapping[str, tuple[int, int]]] = MappingProxyType({})
 
@@ -131,7 +131,8 @@ def check_cache(
     kv_layout: str | None = None,
     may_overlap: bool = False,
 ) -> CacheFacts:
-    """A paged cache [blocks, block_size, row width] of one of `mla_portable.layouts`: of `cache`, KV or INDEX.
+    """A paged cache [blocks, block_size, row width] of one of `mla_portable.layouts`: of `cache`, KV or INDEX. It is a tuple of
+    such tensors where the layout has several.
 
     Rows are contiguous and adjacent within a block; blocks may lie further apart than a block is long. Blocks of a quantised
     layout start at multiples of its alignment, because scales stand inside them.
@@ -141,6 +142,8 @@ def check_cache(
             without scales may overlap, so that rows which begin every few elements of other memory can be named.
     Raises: InvalidArgument.
     """
+    if isinstance(value, tuple):
+        return _check_tensors(where, argument, cast("tuple[Any, ...]", value), device, cache, kv_layout)
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED:
         check_dense(where, argument, value, _cache_axes(cache))
     shape = value.shape
@@ -148,13 +151,47 @@ def check_cache(
         one_head = len(shape) == 4 and shape[2] == 1
         refuse(where, argument, f"shape {list(shape)}", _cache_axes(cache), f"Pass {argument}.squeeze(2)." if one_head else "")
     layout = layout_of(value, name=kv_layout, where=where, argument=argument, cache=cache)
-    blocks, block_size, width = shape
+    _, block_size, width = shape
     if block_size < 1:
         refuse(where, argument, f"block_size {block_size}", "a block of at least 1 token")
     if value.device != device:
         _refuse_device(where, argument, value, device)
-    block_stride, row_stride, stride = value.stride()
-    least = 1 if may_overlap and block_size == 1 and not layout.is_quantized else block_size * width
+    least = 1 if may_overlap and block_size == 1 and not layout.in_place else block_size * width
+    distance = _block_distance(where, argument, value, least)
+    alignment = _alignment(value.data_ptr(), distance * layout.dtype.itemsize)
+    if alignment < layout.alignment:
+        _refuse_alignment(where, argument, value, layout.alignment)
+    return CacheFacts(layout.name, block_size, alignment, bool(distance % layout.row_pitch))
+
+
+def _check_tensors(
+    where: str, argument: str, value: tuple[Any, ...], device: torch.device, cache: str, kv_layout: str | None
+) -> CacheFacts:
+    """`check_cache` of a cache in several tensors. Each may have blocks any distance apart."""
+    for at, each in enumerate(value):
+        shape_of(where, f"{argument}[{at}]", each, 3, "[blocks, block_size, width]")
+    layout = layout_of(value, name=kv_layout, where=where, argument=argument, cache=cache)
+    blocks, block_size = value[0].shape[:2]
+    alignment, uneven = CACHE_ALIGNMENT, False
+    for at, each in enumerate(value):
+        name, width = f"{argument}[{at}]", each.shape[2]
+        if each.shape[:2] != (blocks, block_size):
+            refuse(where, name, f"shape {list(each.shape)}", f"[{blocks}, {block_size}, {width}], as {argument}[0] has blocks")
+        if block_size < 1:
+            refuse(where, name, f"block_size {block_size}", "a block of at least 1 token")
+        if each.device != device:
+            _refuse_device(where, name, each, device)
+        distance = _block_distance(where, name, each, block_size * width)
+        own = _alignment(each.data_ptr(), distance * each.element_size())
+        if own < layout.alignment:
+            _refuse_alignment(where, name, each, layout.alignment)
+        alignment, uneven = min(alignment, own), uneven or bool(distance % width)
+    return CacheFacts(layout.name, block_size, alignment, uneven)
+
+
+def _block_distance(where: str, argument: str, value: Tensor, least: int) -> int:
+    """Elements from block to block, 0 for a single one; refuses rows that do not follow one another. least: that it must be."""
+    (blocks, block_size, width), (block_stride, row_stride, stride) = value.shape, value.stride()
     if stride != 1 or (row_stride != width and block_size > 1) or (block_stride < least and blocks > 1):
         refuse(
             where,
@@ -163,21 +200,21 @@ def check_cache(
             f"[{least} or more, {width}, 1]: whole rows, one after the other within a block",
             "Slice the cache by blocks only.",
         )
-    address, distance = value.data_ptr(), block_stride if blocks > 1 else 0
-    alignment = _alignment(address, distance * layout.dtype.itemsize)
-    if alignment < layout.alignment:
-        refuse(
-            where,
-            argument,
-            f"address {address:#x}, block stride {block_stride * layout.dtype.itemsize} bytes",
-            f"both multiples of {layout.alignment} bytes, for the scales of a row",
-            "Allocate the cache by itself, or pad its blocks.",
-        )
-    return CacheFacts(layout.name, block_size, alignment, bool(distance % layout.row_pitch))
+    return block_stride if blocks > 1 else 0
+
+
+def _refuse_alignment(where: str, argument: str, value: Tensor, alignment: int) -> NoReturn:
+    refuse(
+        where,
+        argument,
+        f"address {value.data_ptr():#x}, block stride {value.stride(0) * value.element_size()} bytes",
+        f"both multiples of {alignment} bytes, for the scales of a row",
+        "Allocate the cache by itself, or pad its blocks.",
+    )
 
 
 def _cache_axes(cache: str) -> str:
-    known = (LAYOUTS[name] for name in layout_names(cache))
+    known = (LAYOUTS[name] for name in layout_names(cache) if not LAYOUTS[name].tensors)
     caches = (f"[blocks, block_size, {row.row_width}] {str(row.dtype).removeprefix('torch.')}" for row in known)
     return " or ".join(caches)
 
@@ -201,6 +238,13 @@ def check_flat_rows(where: str, argument: str, rows: Tensor, layout: CacheLayout
     check_tensor(where, argument, rows, layout.dtype, (num_rows, width), device, axes)
     if num_rows > 1 and rows.stride()[0] != width:
         refuse(where, argument, f"strides {list(rows.stride())}", f"{axes} contiguous", f"Pass {argument}.contiguous().")
+
+
+def named_tensors(name: str, cache: Cache | None) -> dict[str, Tensor | None]:
+    """A cache as what `check_disjoint` takes: by name, one entry for each of its tensors."""
+    if isinstance(cache, tuple):
+        return {f"{name}[{at}]": each for at, each in enumerate(cache)}
+    return {name: cache}
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import describe, refuse
 from mla_portable.kit.rules import CacheFacts, check_cache
-from mla_portable.layouts import CacheLayout
+from mla_portable.layouts import Cache, CacheLayout
 
 Read = Callable[..., CacheFacts]
 """(argument, tensor, device, kv_layout=name) -> its facts; raises for what is no such tensor."""
@@ -21,7 +22,7 @@ def check_second_cache(
     where: str,
     first: CacheFacts,
     device: torch.device,
-    cache: Tensor | None,
+    cache: Cache | None,
     indices: Tensor | None,
     lengths: Tensor | None,
     *,
@@ -56,7 +57,7 @@ def is_nope(q: Tensor, layout: CacheLayout) -> bool:
     return len(shape) > 0 and shape[-1] == layout.value_width
 
 
-def second_cache(cache: Tensor | None, indices: Tensor | None, lengths: Tensor | None) -> dict[str, Tensor | None]:
+def second_cache(cache: Cache | None, indices: Tensor | None, lengths: Tensor | None) -> dict[str, Any]:
     """The keywords of a second cache, none where there is none: not every implementation knows them."""
     if cache is None:
         return {}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import refuse
-from mla_portable.kit.rules import check_dense, check_disjoint, check_rows_apart, check_tensor, extent, shape_of
+from mla_portable.kit.rules import check_dense, check_disjoint, check_rows_apart, check_tensor, extent, named_tensors, shape_of
 
 _STRIDED: Final = torch.strided
 
@@ -53,7 +53,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A row of the table: a tensor that the caller has checked, such as a paged cache. Only its memory is compared."""
+    """A row of the table: what the caller has checked, a paged cache in one tensor or several. Only its memory is compared."""
 
     optional: bool = False
     written: bool = False
@@ -123,6 +123,13 @@ class TensorTable:
                     pass
                 if not fits:
                     self._check_row(name, value, sizes, kind, device)
+            elif isinstance(value, tuple):  # a cache in several tensors
+                device = value[0].device if device is None else device
+                if writes:
+                    extents.extend([extent(each) for each in value])
+                    for at, each in enumerate(value if written else ()):
+                        check_rows_apart(self.where, f"{name}[{at}]", each)
+                continue
             elif device is None:
                 device = value.device
             if writes:
@@ -163,7 +170,7 @@ class TensorTable:
         written: dict[str, Tensor | None] = {}
         read: dict[str, Tensor | None] = {}
         for (name, row), value in zip(self.rows.items(), values, strict=True):
-            (written if row.written else read)[name] = value
+            (written if row.written else read).update(named_tensors(name, value))
         check_disjoint(self.where, written, read)
 
 

@@ -3,8 +3,9 @@
 
 At each launch Triton inspects every argument to find the compilation that the call needs. Here it is asked at the first two
 calls of each key, which holds what Triton distinguishes calls by (`triton.runtime.jit` of 3.5 to 3.9): the
-device; the values of options and constants; of a pointer its type and whether it is a multiple of 16; the value of any other
-argument that is specialised. One that is not has to be an integer of 32 bits; Triton takes a larger one as 64.
+device; the values of options and constants; of a pointer its type, and whether it is a multiple of 16 unless the kernel takes
+it `at_any_address`; the value of any other argument that is specialised. One that is not has to be an integer of 32 bits;
+Triton takes a larger one as 64.
 
 1, 1.0 and True are equal, and three compilations to Triton. So a call goes through Triton where its types, or the names of its
 options, differ from those of the call that the key was kept for.
@@ -13,6 +14,7 @@ options, differ from those of the call that the key was kept for.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -32,6 +34,23 @@ OPTIONS: Final = {"enable_fp_fusion": True}
 """Options that every kernel is compiled with. Products and sums become one instruction, as the kernels' times and errors were
 measured; Triton's own default changes with 3.10."""
 _log: Final = logging.getLogger(__name__)
+
+
+def at_any_address(*pointers: str) -> dict[str, list[str]]:
+    """Options of `triton.jit`: one compilation serves these pointers, whether or not they are multiples of 16.
+
+    For tensors that may be slices of a batch's, which begin anywhere: lengths, tables, ids, slots. Their loads are then no
+    wider than an element. Triton before 3.2 has no such option and compiles apart.
+    """
+    import triton
+
+    known = "do_not_specialize_on_alignment" in inspect.signature(triton.jit).parameters
+    return {"do_not_specialize_on_alignment": list(pointers)} if known else {}
+
+
+def splits_by_alignment(param: Any) -> bool:
+    """A parameter of a Triton kernel, of a pointer: Triton compiles apart for multiples of 16."""
+    return not (param.do_not_specialize or getattr(param, "do_not_specialize_on_alignment", False))
 
 
 @functools.cache
@@ -71,7 +90,10 @@ class TritonLauncher:
     The second call of a key goes through Triton too, and must get the same compilation; otherwise every later call does.
     """
 
-    __slots__ = ("_current_index", "_device_type", "_exact", "_free", "_kernel", "_known", "_met", "_names", "_pointers")
+    __slots__ = (
+        *("_anywhere", "_current_index", "_device_type", "_exact", "_free", "_kernel", "_known", "_met", "_names"),
+        "_pointers",
+    )
 
     def __init__(self, kernel: Any) -> None:
         """kernel: what `triton.jit` made; interpreted ones are called as they are."""
@@ -86,7 +108,9 @@ class TritonLauncher:
         elif _version() >= (3, 9):
             cast_masks()
         self._names = tuple(param.name for param in getattr(kernel, "params", ()) if param.is_constexpr)
-        self._pointers = _picker([param.num for param in params if param.name.endswith("_ptr")])
+        pointers = [param for param in params if param.name.endswith("_ptr")]
+        self._pointers = _picker([param.num for param in pointers if splits_by_alignment(param)])
+        self._anywhere = _picker([param.num for param in pointers if not splits_by_alignment(param)])
         plain = [param for param in params if not param.name.endswith("_ptr")]
         self._free = _picker([param.num for param in plain if param.do_not_specialize])
         self._exact = _picker([param.num for param in plain if not param.do_not_specialize])
@@ -105,7 +129,8 @@ class TritonLauncher:
         pointers = [t if t is None else (t.dtype, not t.data_ptr() & 15) for t in self._pointers(arguments)]
         constants = named.values()
         current_index = self._current_index or self._find_current_index(arguments)
-        key = (current_index(), *pointers, *self._exact(arguments), *constants)
+        anywhere = [t if t is None else t.dtype for t in self._anywhere(arguments)]
+        key = (current_index(), *pointers, *anywhere, *self._exact(arguments), *constants)
         kinds = [*map(type, arguments), *map(type, constants), *named]
         found = known.get(key)
         if found is None:
@@ -117,7 +142,8 @@ class TritonLauncher:
 
     def _find_current_index(self, arguments: tuple[Any, ...]) -> Callable[[], int]:
         """How to ask for the current device, of the type that the first call's tensors are on."""
-        device = next((t.device for t in self._pointers(arguments) if t is not None), None)
+        pointers = (*self._pointers(arguments), *self._anywhere(arguments))
+        device = next((t.device for t in pointers if t is not None), None)
         device = default_device() if device is None else device
         self._current_index, self._device_type = accelerator(device).current_index, device.type
         return self._current_index

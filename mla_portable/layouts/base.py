@@ -11,10 +11,10 @@ share dtype and row width: then a call names the one that its cache has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,12 +27,25 @@ TOLERANCES: Final = ("bf16", "pow2", "amax")
 """What a layout's tolerances may be those of: rows without scales, with scales that are powers of two, with any scales."""
 
 
+Cache = Tensor | tuple[Tensor, ...]
+"""A paged cache, or some of its rows: one tensor, or one for each of `CacheLayout.tensors`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """One of several tensors [blocks, block_size, width] that a cache consists of."""
+
+    name: str
+    dtype: torch.dtype
+    width: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
     """One row format of the paged cache `[blocks, block_size, row_width]`, or of flat rows `[W, row_width]`.
 
-    A layout whose rows are latent and rotary part side by side, in one dtype, is an instance of this class. Any other is a
-    subclass with `pack` and `split` of its own.
+    A layout whose rows are latent and rotary part side by side in one dtype, or in a tensor each, is an instance of this class.
+    Any other is a subclass with `pack` and `split` of its own.
 
     Attributes:
         name: what requests, declarations and records call it.
@@ -47,10 +60,15 @@ class CacheLayout:
         apart_bytes: the last bytes of a row, where they lie behind the rows of their block instead of inside the row: those of
             token t of a block at block_size * (row_bytes - apart_bytes) + t * apart_bytes. Offsets count as if they were
             inside.
+        tensors: where the cache consists of several tensors: what each holds of a row. `kv_cache` is then a tuple of them, in
+            this order, with the same blocks and block size, and only `pack`, `split` and kernels that declare the layout know
+            what is where. `dtype`, `row_width` and offsets are those of a row with all of it side by side.
         alignment: bytes, of the widest number in a row, or of what is read as one; addresses of blocks are multiples of it.
-        upconverted: the layout of the rows that gather_upconvert makes of these; None for layouts that are not quantised,
-            whose rows are copied.
+        upconverted: the layout of the rows that gather_upconvert makes of these; None for layouts that are not quantised and in
+            one tensor, whose rows are copied.
         contents: a row in words, for error messages.
+        tensor_scale: the numbers of a row count `kv_scale` times, a scale for the whole cache that each call brings. Such rows
+            have no scales of their own. `pack` is given numbers that were divided by it, and `split` gives them so.
         inferred: calls that name no layout take a tensor of this dtype and row width for one of this layout. False for a layout
             that is always named: of a plugin whose rows have the width of another layout, so that callers who name none keep
             theirs.
@@ -70,9 +88,11 @@ class CacheLayout:
     scale_offset: int | None = None
     scale_formats: tuple[str, ...] = ()
     apart_bytes: int = 0
+    tensors: tuple[CacheTensor, ...] = ()
     alignment: int
     upconverted: CacheLayout | None = None
     contents: str = ""
+    tensor_scale: bool = False
     inferred: bool = True
     tolerance: str | None = None
 
@@ -88,6 +108,8 @@ class CacheLayout:
             check(field, type(getattr(self, field)) is int, "an integer")
         check("scale_offset", self.scale_offset is None or type(self.scale_offset) is int, "an integer, or None")
         check("tolerance", self.tolerance in (None, *TOLERANCES), f"None or one of {', '.join(TOLERANCES)}")
+        check("tensor_scale", type(self.tensor_scale) is bool, "True or False")
+        check("tensor_scale", not (self.tensor_scale and self.scale_formats), "False for rows with scales of their own")
         check("inferred", type(self.inferred) is bool, "True or False")
         names: tuple[object, ...] = self.scale_formats
         check("scale_formats", type(names) is tuple and all(type(each) is str for each in names), "a tuple of strings")
@@ -98,15 +120,23 @@ class CacheLayout:
         check("rope_offset", 0 <= self.rope_offset <= self.row_bytes, f"at most row_bytes = {self.row_bytes}")
         check("apart_bytes", 0 <= self.apart_bytes < self.row_bytes, f"less than row_bytes = {self.row_bytes}")
         check("alignment", self.alignment in (1, 2, 4, 8, 16), "a power of two up to 16")
+        parts: tuple[object, ...] = self.tensors
+        check("tensors", type(parts) is tuple and all(type(each) is CacheTensor for each in parts), "a tuple of CacheTensors")
+        if self.tensors:
+            held = sum(each.width * each.dtype.itemsize for each in self.tensors)
+            check("row_width", self.row_bytes == held, f"what the tensors hold of a row, {held} bytes")
+            check("apart_bytes", not self.apart_bytes, "0: what lies apart is a tensor")
         if not self.is_quantized:
             check("row_width", self.row_width == self.key_width, f"key_width = {self.key_width} for a layout without scales")
+        elif self.scale_formats:
+            check("scale_offset", self.scale_offset is not None, "the offset of the scales")
+        if not self.in_place:
             check("upconverted", self.upconverted is None, "None for a layout without scales")
         else:
-            check("scale_offset", self.scale_offset is not None, "the offset of the scales")
             rows = self.upconverted
-            widths = None if rows is None else (rows.cache, rows.is_quantized, rows.value_width, rows.key_width)
+            widths = None if rows is None else (rows.cache, rows.in_place, rows.value_width, rows.key_width)
             wanted = (self.cache, False, self.value_width, self.key_width)
-            check("upconverted", widths == wanted, "a layout of the same widths without scales")
+            check("upconverted", widths == wanted, "a layout of the same widths without scales, in one tensor")
 
     @property
     def key_width(self) -> int:
@@ -124,8 +154,13 @@ class CacheLayout:
 
     @property
     def is_quantized(self) -> bool:
-        """Rows carry scales, and are read from the paged cache in place. Others may be read as flat rows."""
-        return bool(self.scale_formats)
+        """Numbers count times a scale, of the row or of the whole cache."""
+        return bool(self.scale_formats) or self.tensor_scale
+
+    @property
+    def in_place(self) -> bool:
+        """Rows are read from the paged cache alone. Those of other layouts, in one tensor without scales, as flat rows too."""
+        return self.is_quantized or bool(self.tensors)
 
     def tolerance_of(self, scale_format: str | None) -> str:
         """One of TOLERANCES, for rows whose scales were made so; None for a layout without scales."""
@@ -144,11 +179,13 @@ class CacheLayout:
         """The layout of a workspace that rows of this one are gathered into."""
         return self.upconverted or self
 
-    def parts(self, cache: Tensor) -> tuple[Tensor, ...]:
+    def parts(self, cache: Cache) -> tuple[Tensor, ...]:
         """Views of a paged cache [blocks, block_size, row_width] that together, side by side, are its rows.
 
         Returns: the cache itself, or [blocks, block_size, ...] of what lies inside the rows and of what lies apart.
         """
+        if isinstance(cache, tuple):
+            return cache
         if not self.apart_bytes:
             return (cache,)
         blocks, size, width = cache.shape
@@ -157,34 +194,52 @@ class CacheLayout:
         inside, behind = whole.split([size * (width - apart), size * apart], dim=1)
         return inside.unflatten(1, (size, width - apart)), behind.unflatten(1, (size, apart))
 
-    def pack(self, latent: Tensor, rope: Tensor, scale_format: str | None = None) -> Tensor:
+    def pieces(self, rows: Cache) -> tuple[Tensor, ...]:
+        """Rows [..., row_width], as `pack` makes them, as what of them lies in each of `parts`."""
+        if isinstance(rows, tuple):
+            return rows
+        return rows.split([self.row_pitch, self.row_width - self.row_pitch], dim=-1) if self.apart_bytes else (rows,)
+
+    def joined(self, pieces: Sequence[Tensor]) -> Cache:
+        """The opposite of `pieces`."""
+        if self.tensors:
+            return tuple(pieces)
+        return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=-1)
+
+    def pack(self, latent: Tensor, rope: Tensor, scale_format: str | None = None) -> Cache:
         """Tokens as rows.
 
         Args:
             latent: [T, value_width] floating point. rope: [T, rope_width]. scale_format: one of `scale_formats`, None for the
                 first; ignored by layouts without scales.
-        Returns: [T, row_width] of `dtype`.
+        Returns: [T, row_width] of `dtype`; with `tensors` a tuple of [T, width], one for each.
         """
+        if self.tensors:
+            halves = zip((latent, rope), self.tensors, strict=True)
+            return tuple(half.to(each.dtype) for half, each in halves)
         return torch.cat([latent, rope], dim=-1).to(self.dtype)
 
-    def split(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def split(self, rows: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Rows as numbers, the two parts apart.
 
         Args:
-            rows: [..., row_width], any strides, on any device. dtype: of the result. Products with scales are taken in float64
-                where that is asked for, else in float32, and rounded once.
+            rows: [..., row_width], any strides, on any device; with `tensors` a tuple of [..., width]. dtype: of the result.
+                Products with scales are taken in float64 where that is asked for, else in float32, and rounded once.
         Returns: latent [..., value_width] and rope [..., rope_width].
         """
+        if self.tensors:
+            latent, rope = rows
+            return latent.to(dtype), rope.to(dtype)
         return rows[..., : self.value_width].to(dtype), rows[..., self.value_width :].to(dtype)
 
-    def unpack(self, rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    def unpack(self, rows: Cache, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Rows [..., row_width] as keys [..., key_width] of `dtype`; `split` in one tensor."""
         return torch.cat(self.split(rows, dtype), dim=-1)
 
 
 _layouts: dict[str, CacheLayout] = {}
-_by_rows: dict[tuple[str, torch.dtype, int], tuple[CacheLayout, ...]] = {}
-"""(cache, dtype, row width) -> the layouts that such a tensor may have where none is named."""
+_by_rows: dict[tuple[object, ...], tuple[CacheLayout, ...]] = {}
+"""(cache, dtype, row width), or (cache, (dtype, width), ...) -> the layouts that such tensors may have where none is named."""
 LAYOUTS: Final[Mapping[str, CacheLayout]] = MappingProxyType(_layouts)
 """name -> layout: the core's, then those that plugins added."""
 
@@ -205,7 +260,7 @@ def add_layout(layout: CacheLayout) -> CacheLayout:
         return known
     _layouts[layout.name] = layout
     if layout.inferred:
-        rows = (layout.cache, layout.dtype, layout.row_width)
+        rows = layout.cache, *_kind_of(layout)
         _by_rows[rows] = (*_by_rows.get(rows, ()), layout)
     return layout
 
@@ -221,34 +276,45 @@ def scale_formats() -> tuple[str, ...]:
 
 
 def layout_of(
-    kv: Tensor, *, name: str | None = None, where: str = "layout_of", argument: str = "kv_cache", cache: str = KV
+    kv: Cache, *, name: str | None = None, where: str = "layout_of", argument: str = "kv_cache", cache: str = KV
 ) -> CacheLayout:
     """The layout of a cache or workspace: the one that is named, or the only one with its dtype and row width.
 
     Args:
-        kv: [..., row_width] of a layout's dtype. name: of the layout, None to infer it. where, argument: names for the error
-            message. cache: KV or INDEX.
+        kv: [..., row_width] of a layout's dtype, or a tuple of its tensors. name: of the layout, None to infer it.
+        where, argument: names for the error message. cache: KV or INDEX.
     Raises: InvalidArgument for a name that no layout of that cache has, for a tensor that has not the named layout's dtype and
         last dimension, and without a name when no layout has these, or several have.
     """
-    dtype, width = kv.dtype, kv.shape[-1] if kv.dim() else 0
+    rows: tuple[object, ...]
+    if isinstance(kv, tuple):
+        rows = tuple([(each.dtype, each.shape[-1] if each.dim() else 0) for each in kv])
+    else:
+        rows = kv.dtype, kv.shape[-1] if kv.dim() else 0
     if name is None:
-        found = _by_rows.get((cache, dtype, width))
+        found = _by_rows.get((cache, *rows))
         if found is not None and len(found) == 1:
             return found[0]
     else:
         layout = _layouts.get(name)
-        if layout is not None and layout.dtype is dtype and layout.row_width == width and layout.cache == cache:
+        if layout is not None and layout.cache == cache and rows == _kind_of(layout):
             return layout
-    raise _wrong_rows(dtype, width, name, where, argument, cache)
+    raise _wrong_rows(rows, name, where, argument, cache)
 
 
-def _wrong_rows(dtype: torch.dtype, width: int, name: str | None, where: str, argument: str, cache: str) -> InvalidArgument:
+def _kind_of(layout: CacheLayout) -> tuple[object, ...]:
+    """(dtype, row width), or a pair for each tensor."""
+    if layout.tensors:
+        return tuple([(each.dtype, each.width) for each in layout.tensors])
+    return layout.dtype, layout.row_width
+
+
+def _wrong_rows(rows: tuple[Any, ...], name: str | None, where: str, argument: str, cache: str) -> InvalidArgument:
     """Why a tensor has no known layout, or not the one that was named."""
     known = [LAYOUTS[each] for each in layout_names(cache)]
-    fitting = [row for row in known if (row.dtype, row.row_width) == (dtype, width)]
+    fitting = [row for row in known if _kind_of(row) == rows]
     several = [row.name for row in fitting if row.inferred]
-    got = f"{dtype} rows of {width}"
+    got = _in_words(rows)
     if name is not None:
         named = _layouts.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         if named is None or named.cache != cache:
@@ -262,14 +328,23 @@ def _wrong_rows(dtype: torch.dtype, width: int, name: str | None, where: str, ar
     remedy = ""
     if fitting:
         remedy = f"Pass kv_layout={' or '.join(repr(row.name) for row in fitting)}, which is never inferred."
-    elif dtype.itemsize == 1 and any((row.dtype, row.row_width) == (torch.uint8, width) != (dtype, width) for row in known):
-        remedy = f"Pass the same bytes as uint8: {argument}.view(torch.uint8)."
-    elif dtype == torch.uint8:
-        remedy = next((f"A row holds {row.contents}: do not slice it." for row in known if row.dtype == dtype), "")
+    elif rows and isinstance(rows[0], torch.dtype):
+        dtype, width = rows
+        if dtype.itemsize == 1 and any(_kind_of(row) == (torch.uint8, width) != rows for row in known):
+            remedy = f"Pass the same bytes as uint8: {argument}.view(torch.uint8)."
+        elif dtype == torch.uint8:
+            remedy = next((f"A row holds {row.contents}: do not slice it." for row in known if row.dtype == dtype), "")
     inferred = [row for row in known if row.inferred]
-    expected = " or ".join(f"{row.dtype} rows of {row.row_width} ({row.name})" for row in inferred)
+    expected = " or ".join(f"{_rows_of(row)} ({row.name})" for row in inferred)
     return InvalidArgument(where, argument, got=got, expected=expected, remedy=remedy)
 
 
 def _rows_of(layout: CacheLayout) -> str:
-    return f"{layout.dtype} rows of {layout.row_width}"
+    return _in_words(_kind_of(layout))
+
+
+def _in_words(rows: tuple[Any, ...]) -> str:
+    """What `_kind_of` says."""
+    if rows and isinstance(rows[0], torch.dtype):
+        return f"{rows[0]} rows of {rows[1]}"
+    return f"a tuple of {', '.join(f'{dtype} rows of {width}' for dtype, width in rows) or 'no tensors'}"

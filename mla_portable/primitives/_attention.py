@@ -38,10 +38,12 @@ class Keys:
     rows: CacheRows
     indices: Tensor
     lengths: Tensor | None
+    scale: Tensor | None = None
+    """By which the numbers of the rows count: float32, one element."""
 
     def of(self, s: int) -> Keys:
         """[:, s] of indices [B, S, K] and lengths [B, S]."""
-        return Keys(self.rows, self.indices[:, s], None if self.lengths is None else self.lengths[:, s])
+        return Keys(self.rows, self.indices[:, s], None if self.lengths is None else self.lengths[:, s], self.scale)
 
     def named(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """Indices [C, K] int64, and which of them are valid."""
@@ -62,6 +64,8 @@ class Keys:
             return empty[..., : layout.value_width], empty[..., layout.value_width :]
         named_slot = index.masked_fill(~valid, -1).amax(dim=1, keepdim=True).clamp_(min=0)  # [C, 1]
         latent, rope = self.rows.values(torch.where(valid, index, named_slot).flatten(), dtype)
+        if self.scale is not None:
+            latent, rope = latent * self.scale.to(dtype), rope * self.scale.to(dtype)
         return latent.view(*valid.shape, latent.shape[-1]), rope.view(*valid.shape, rope.shape[-1])
 
 
@@ -73,10 +77,12 @@ def attend(
     out: Tensor,
     lse: Tensor,
     dtype: torch.dtype,
+    q_scale: Tensor | None = None,
 ) -> None:
     """Fill out [T, H, V] and lse [T, H] from q [T, H, V + R] and the union of `lists`; all may be strided views.
 
-    V and R are the widths of the layout's latent and rotary part. Queries [T, H, V] leave the rotary part of keys out.
+    V and R are the widths of the layout's latent and rotary part. Queries [T, H, V] leave the rotary part of keys out. q_scale:
+    float32 of one element, by which queries count.
     """
     num_tokens, num_heads, key_width = q.shape
     layout = lists[0].rows.layout
@@ -92,6 +98,8 @@ def attend(
     for begin in range(0, num_tokens, step):
         chunk = slice(begin, begin + step)
         query = q[chunk].to(dtype) * softmax_scale  # [C, H, V + R]
+        if q_scale is not None:
+            query *= q_scale.to(dtype)
         named, latents, parts = [each.named(chunk) for each in lists], list[Tensor](), list[Tensor]()
         for each, (index, valid) in zip(lists, named, strict=True):
             latent, rope = each.values(index, valid, dtype)  # [C, K, V], [C, K, R]

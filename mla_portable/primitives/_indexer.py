@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mla_portable.contracts import DecodeSchedule
 from mla_portable.contracts.share import WHOLE, ContextShare
-from mla_portable.contracts.values import INT32_MAX, refuse, rounded_rows
-from mla_portable.kit.rules import check_cache, check_dense
+from mla_portable.contracts.values import INT32_MAX, describe, refuse, rounded_rows
+from mla_portable.dispatch import Served
+from mla_portable.kit.rules import check_cache, check_dense, check_disjoint
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, CacheLayout, index_query_dtype
 from mla_portable.primitives._reference import CacheRows, products
@@ -58,7 +60,7 @@ class PageFacts(NamedTuple):
     cache_alignment: int
     uneven_blocks: bool
     num_heads: int
-    rows: int
+    rows: int | None
 
 
 def check_pages(
@@ -66,16 +68,18 @@ def check_pages(
     pages: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     results: tuple[Tensor | None, ...],
     sizes: dict[str, int],
+    schedule: DecodeSchedule | None,
     kv_layout: str | None = None,
 ) -> PageFacts:
     """The arguments that indexer_logits and indexer_select have in common, and what they write.
 
     Args:
         table: of PAGES, then rows for `results`. pages: q, weights, index_cache, query_start_loc, seq_lens, block_table.
-        sizes: of further given axes; all others are added. kv_layout: of the cache, None to infer it.
-    Raises: InvalidArgument.
+        sizes: of further given axes, K of indexer_select among them; all others are added. kv_layout: of the cache, None to
+            infer it.
+    Raises: InvalidArgument; PlanMismatch for a schedule of another call.
     """
-    where = table.where
+    where, topk = table.where, sizes.get("K")
     q, weights, index_cache, query_start_loc, seq_lens, block_table = pages
     check_dense(where, "q", q, "[T, H, 128]")
     cache = check_cache(where, "index_cache", index_cache, q.device, INDEX, kv_layout=kv_layout)
@@ -86,7 +90,29 @@ def check_pages(
         first, last = int(query_start_loc[0]), int(query_start_loc[-1])
         if first < 0 or last > sizes["T"]:
             refuse(where, "query_start_loc", f"values from {first} to {last}", f"values from 0 to T = {sizes['T']}")
-    return PageFacts(*cache, sizes["H"], rounded_rows(sizes["T"]))
+    rows = rounded_rows(sizes["T"])
+    if schedule is not None:
+        if not isinstance(schedule, DecodeSchedule):  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse(where, "schedule", describe(schedule), "a schedule from a planner, or None")
+        schedule.check_indexer(where, sizes["T"], sizes["R"], sizes["H"], topk, q.device)
+        scratch = schedule.scratch(where, 0)
+        if scratch:
+            named = dict(zip(table.rows, tensors, strict=True))
+            written = {name: each for name, each in named.items() if table.rows[name].written}
+            check_disjoint(where, written, {name: each for name, each in named.items() if name not in written}, scratch)
+        rows = None  # it was planned for the implementation that serves every number of rows
+    return PageFacts(*cache, sizes["H"], rows)
+
+
+def schedule_keyword(where: str, served: Served[Any], schedule: DecodeSchedule | None) -> dict[str, Any]:
+    """`schedule` for an implementation that takes one; nothing for others, whose callables need not have the keyword.
+
+    Raises: PlanMismatch where it takes another kind.
+    """
+    if schedule is None or served.schedule_type is None:
+        return {}
+    served.check_schedule(where, schedule)
+    return {"schedule": schedule}
 
 
 def query_values(q: Tensor, dtype: torch.dtype) -> Tensor:

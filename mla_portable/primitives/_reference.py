@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import without_autocast
-from mla_portable.layouts import KV, layout_of
+from mla_portable.layouts import KV, Cache, layout_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -31,7 +31,8 @@ def isolated(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        given = (each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, tuple) else (value,)))
+        tensors = [each for each in given if isinstance(each, Tensor)]
         mode = torch.inference_mode() if any(each.is_inference() for each in tensors) else torch.no_grad()
         with mode, without_autocast(tensors[0].device.type):
             return function(*args, **kwargs)
@@ -59,25 +60,26 @@ class CacheRows:
         layout: of a row. num_slots: rows there are; a slot is block * block_size + offset, or the row of a workspace.
     """
 
-    def __init__(self, kv: Tensor, cache: str = KV, kv_layout: str | None = None) -> None:
-        """Look at `kv`: a paged cache [blocks, block_size, row width] with any strides, or flat rows [W, row width].
+    def __init__(self, kv: Cache, cache: str = KV, kv_layout: str | None = None) -> None:
+        """Look at `kv`: a paged cache [blocks, block_size, row width] with any strides, in one tensor or several, or flat rows
+        [W, row width].
 
         cache: KV or INDEX. kv_layout: the name of its layout, None to infer it.
         """
         self.layout = layout_of(kv, name=kv_layout, where="reference.torch", argument="kv", cache=cache)
-        paged = kv if kv.dim() == 3 else kv.unsqueeze(0)
-        self.num_slots, self._block_size = paged.shape[0] * paged.shape[1], paged.shape[1]
-        self._parts = [_Part(part) for part in self.layout.parts(paged)]
+        parts = self.layout.parts(kv if isinstance(kv, tuple) or kv.dim() == 3 else kv.unsqueeze(0))
+        blocks, self._block_size = parts[0].shape[:2]
+        self.num_slots = blocks * self._block_size
+        self._parts = [_Part(part) for part in parts]
 
-    def raw(self, slots: Tensor) -> Tensor:
+    def raw(self, slots: Tensor) -> Cache:
         """The rows as they are stored.
 
         Args:
             slots: [n] int64, each in [0, num_slots).
-        Returns: [n, row_width] of the layout's dtype, contiguous.
+        Returns: [n, row_width] of the layout's dtype, contiguous; one for each tensor of a cache in several.
         """
-        parts = [part.rows(slots, self._block_size) for part in self._parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return self.layout.joined([part.rows(slots, self._block_size) for part in self._parts])
 
     def values(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The rows as numbers of `dtype`, FP8 latents multiplied by their scales. Takes slots as `raw` does.

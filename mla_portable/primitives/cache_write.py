@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from mla_portable.contracts import Primitive
 from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import check_cache, check_dense
+from mla_portable.kit.tensor_scales import check_kv_scale, tensor_scales
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import KV, CacheLayout, layout_of, scale_formats
+from mla_portable.layouts import KV, Cache, CacheLayout, layout_of, scale_formats
 from mla_portable.primitives._reference import isolated
 
 __all__ = ["CACHE_WRITE", "CacheWrite", "cache_write"]
@@ -43,7 +44,7 @@ class CacheWrite(Protocol):
     """
 
     def __call__(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2"
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Any, slot_mapping: Tensor, *, scale_format: str = "pow2"
     ) -> None: ...
 
 
@@ -51,10 +52,11 @@ class CacheWrite(Protocol):
 def cache_write(
     kv_c: Tensor,
     k_pe: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     slot_mapping: Tensor,
     *,
     scale_format: str = "pow2",
+    kv_scale: Tensor | None = None,
     kv_layout: str | None = None,
     backend: str | None = None,
 ) -> None:
@@ -66,11 +68,13 @@ def cache_write(
             further apart than a block is long.
         slot_mapping: [T] int64; a slot that is negative or past the cache is skipped.
         scale_format: how FP8 scales are made: "pow2" (powers of two) or "amax" (amax / 448). A bf16 cache has none.
+        kv_scale: float32, one element: numbers are divided by it; for layouts with `tensor_scale` and no others.
         kv_layout, backend: see `mla_portable.primitives`.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe. Row formats: `mla_portable.layouts`.
     """
-    facts = check(kv_c, k_pe, kv_cache, slot_mapping, scale_format, kv_layout)
-    find(CACHE_WRITE, backend, kv_c, facts).call(kv_c, k_pe, kv_cache, slot_mapping, scale_format=scale_format)
+    facts = check(kv_c, k_pe, kv_cache, slot_mapping, scale_format, kv_scale, kv_layout)
+    scales = tensor_scales(kv_scale=kv_scale)
+    find(CACHE_WRITE, backend, kv_c, facts).call(kv_c, k_pe, kv_cache, slot_mapping, scale_format=scale_format, **scales)
 
 
 class Facts(NamedTuple):
@@ -84,7 +88,13 @@ class Facts(NamedTuple):
 
 
 def check(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str, kv_layout: str | None = None
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Cache,
+    slot_mapping: Tensor,
+    scale_format: str,
+    kv_scale: Tensor | None = None,
+    kv_layout: str | None = None,
 ) -> Facts:
     """Raise InvalidArgument, or return the facts."""
     where = TENSORS.where
@@ -93,12 +103,13 @@ def check(
         refuse(where, "kv_c", kv_c.dtype, "torch.bfloat16 or torch.float16")
     cache = check_cache(where, "kv_cache", kv_cache, kv_c.device, kv_layout=kv_layout)
     layout = cache.layout
+    check_kv_scale(where, layout, kv_scale, kv_c.device)
     widths = {"latent": layout.value_width, "rope": layout.rope_width}
     TENSORS.check((kv_c, k_pe, kv_cache, slot_mapping), widths, kv_c.dtype)
     formats = layout.scale_formats or scale_formats()
     if scale_format not in formats:
         refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, formats)))
-    written = scale_format if layout.is_quantized else None
+    written = scale_format if layout.scale_formats else None
     return Facts(*cache, written)
 
 
@@ -106,10 +117,11 @@ def check(
 def reference(
     kv_c: Tensor,
     k_pe: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     slot_mapping: Tensor,
     *,
     scale_format: str = "pow2",
+    kv_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> None:
     """Write new tokens into the paged cache.
@@ -117,24 +129,32 @@ def reference(
     Rows are exactly what the layout's `pack` makes. Synchronises the host on a GPU. Not graph-safe.
     """
     layout = layout_of(kv_cache, name=kv_layout, where="cache_write")
-    write_rows(layout, kv_cache, slot_mapping, kv_c, k_pe, scale_format)
+    write_rows(layout, kv_cache, slot_mapping, kv_c, k_pe, scale_format, kv_scale)
 
 
 def write_rows(
-    layout: CacheLayout, cache: Tensor, slot_mapping: Tensor, latent: Tensor, rope: Tensor, scale_format: str
+    layout: CacheLayout,
+    cache: Cache,
+    slot_mapping: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    scale_format: str,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Pack the tokens [T, ..] whose slot is in the cache, and place them."""
-    blocks, block_size, _ = cache.shape
+    parts = layout.parts(cache)
+    blocks, block_size = parts[0].shape[:2]
     for begin in range(0, slot_mapping.shape[0], _CHUNK_TOKENS):
         chunk = slice(begin, begin + _CHUNK_TOKENS)
         slots = slot_mapping[chunk].long()
         kept = ((slots >= 0) & (slots < blocks * block_size)).nonzero().squeeze(1)
         slots = slots[kept]
-        rows = layout.pack(latent[chunk][kept], rope[chunk][kept], scale_format)
-        first = 0
-        for part in layout.parts(cache):
-            part[slots // block_size, slots % block_size] = rows[:, first : first + part.shape[2]]
-            first += part.shape[2]
+        values_of = latent[chunk][kept], rope[chunk][kept]
+        if kv_scale is not None:
+            values_of = values_of[0].float() / kv_scale, values_of[1].float() / kv_scale
+        rows = layout.pack(*values_of, scale_format)
+        for part, values in zip(parts, layout.pieces(rows), strict=True):
+            part[slots // block_size, slots % block_size] = values
 
 
 CACHE_WRITE: Final = Primitive[CacheWrite](

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch import Tensor
 from mla_portable.contracts import Primitive
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.rules import CacheFacts, check_cache, check_dense, check_flat_rows
+from mla_portable.kit.tensor_scales import check_kv_scale, tensor_scales
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import KV
+from mla_portable.layouts import KV, Cache
 from mla_portable.primitives._reference import CacheRows, isolated
 
 __all__ = ["GATHER_UPCONVERT", "GatherUpconvert", "gather_upconvert"]
@@ -41,18 +42,19 @@ class GatherUpconvert(Protocol):
     """
 
     def __call__(
-        self, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
+        self, kv_cache: Any, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
     ) -> Tensor: ...
 
 
 @opaque
 def gather_upconvert(
-    kv_cache: Tensor,
+    kv_cache: Cache,
     block_table: Tensor,
     seq_lens: Tensor,
     workspace_starts: Tensor,
     *,
     out: Tensor,
+    kv_scale: Tensor | None = None,
     kv_layout: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -62,20 +64,23 @@ def gather_upconvert(
         kv_cache: [blocks, block_size, 656] uint8 or [blocks, block_size, 576] bf16.
         block_table: [P, columns] int32. seq_lens: [P] int32, tokens to copy. workspace_starts: [P] int32, first row in `out`.
         out: [W, 576] bf16, written. Rows that no request owns stay as they were, nothing is written past W.
-        kv_layout, backend: see `mla_portable.primitives`.
+        kv_scale: as of `sparse_decode`. kv_layout, backend: see `mla_portable.primitives`.
     Returns: `out`: latent = bf16(e4m3 * float32 scale), rope bit for bit, zeros for a token without a block.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
     """
-    facts = check(kv_cache, block_table, seq_lens, workspace_starts, out, kv_layout)
-    return find(GATHER_UPCONVERT, backend, kv_cache, facts).call(kv_cache, block_table, seq_lens, workspace_starts, out=out)
+    facts = check(kv_cache, block_table, seq_lens, workspace_starts, out, kv_scale, kv_layout)
+    return find(GATHER_UPCONVERT, backend, block_table, facts).call(
+        kv_cache, block_table, seq_lens, workspace_starts, out=out, **tensor_scales(kv_scale=kv_scale)
+    )
 
 
 def check(
-    kv_cache: Tensor,
+    kv_cache: Cache,
     block_table: Tensor,
     seq_lens: Tensor,
     workspace_starts: Tensor,
     out: Tensor,
+    kv_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> CacheFacts:
     """Raise InvalidArgument, or return the facts.
@@ -83,21 +88,25 @@ def check(
     How many rows `out` needs is known on the device only; rows past it are not written.
     """
     where = TENSORS.where
-    check_dense(where, "kv_cache", kv_cache, "[blocks, block_size, row width]")
-    facts = check_cache(where, "kv_cache", kv_cache, kv_cache.device, kv_layout=kv_layout)
-    check_flat_rows(where, "out", out, facts.layout.workspace, kv_cache.device)
+    first = kv_cache[0] if isinstance(kv_cache, tuple) and kv_cache else kv_cache
+    check_dense(where, "kv_cache", first, "[blocks, block_size, row width]")
+    device = cast(Tensor, first).device
+    facts = check_cache(where, "kv_cache", kv_cache, device, kv_layout=kv_layout)
+    check_kv_scale(where, facts.layout, kv_scale, device)
+    check_flat_rows(where, "out", out, facts.layout.workspace, device)
     TENSORS.check((kv_cache, block_table, seq_lens, workspace_starts, out), {})
     return facts
 
 
 @isolated
 def reference(
-    kv_cache: Tensor,
+    kv_cache: Cache,
     block_table: Tensor,
     seq_lens: Tensor,
     workspace_starts: Tensor,
     *,
     out: Tensor,
+    kv_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> Tensor:
     """Copy each request's cached tokens into consecutive bf16 rows of `out`.
@@ -105,7 +114,7 @@ def reference(
     Negative lengths count as 0. Synchronises the host on a GPU, once. Not graph-safe.
     """
     rows = CacheRows(kv_cache, kv_layout=kv_layout)
-    num_blocks, block_size, _ = kv_cache.shape
+    num_blocks, block_size = rows.layout.parts(kv_cache)[0].shape[:2]
     columns = block_table.shape[1]
     starts = workspace_starts.long()
     # of a request only tokens whose rows lie in the workspace are counted, so the work is bounded by W for each request
@@ -128,7 +137,10 @@ def reference(
             block = torch.zeros_like(column)
         if rows.num_slots:
             slot = torch.where(valid, block * block_size + position % block_size, 0)
-            values = rows.layout.unpack(rows.raw(slot))
+            if kv_scale is None:
+                values = rows.layout.unpack(rows.raw(slot))
+            else:
+                values = (rows.layout.unpack(rows.raw(slot), torch.float32) * kv_scale).to(torch.bfloat16)
         else:
             values = torch.zeros((row.numel(), out.shape[1]), dtype=torch.bfloat16, device=out.device)
         out[row] = values.masked_fill(~valid.unsqueeze(1), 0)

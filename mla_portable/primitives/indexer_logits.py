@@ -10,12 +10,12 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import Primitive
+from mla_portable.contracts import DecodeSchedule, Primitive
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX
 from mla_portable.models import DEEPSEEK_V32
-from mla_portable.primitives._indexer import PAGES, PageFacts, check_pages, seen_scores
+from mla_portable.primitives._indexer import PAGES, PageFacts, check_pages, schedule_keyword, seen_scores
 from mla_portable.primitives._reference import isolated
 
 __all__ = ["INDEXER_LOGITS", "IndexerLogits", "indexer_logits"]
@@ -38,6 +38,9 @@ class IndexerLogits(Protocol):
     So is a score that is NaN, of a key, query or weight; max(NaN, 0) is NaN.
     What declares `Support.needs_whole_tables` is called only where every position below a length has a block
     (`Request.whole_tables`); what declares `needs_uniform_query_len`, only where each request has T / R tokens.
+
+    An implementation with a `schedule_kind` takes one more keyword, `schedule`, which is passed where there is one. It was
+    planned for so many tokens and requests, all of which have equally many.
     """
 
     def __call__(
@@ -62,6 +65,7 @@ def indexer_logits(
     seq_lens: Tensor,
     block_table: Tensor,
     *,
+    schedule: DecodeSchedule | None = None,
     out: Tensor,
     kv_layout: str | None = None,
     backend: str | None = None,
@@ -78,16 +82,18 @@ def indexer_logits(
             they are not read back: tokens outside of [0, T) do not exist and shift no position.
         seq_lens: [R] int32, context and query; a length counts as at most columns * block_size.
         block_table: [R, columns] int32.
+        schedule: from a planner of the kind that serves, for T tokens of R requests; None: one is made in the call.
         out: [T, N] float32, written; column s is position s of the token's request.
         kv_layout, backend: see `mla_portable.primitives`.
     Returns: `out` = sum over heads of weights * max(q.k, 0); -inf where a token sees no key: past its own position, without
         a block, or where the token belongs to no request. A score that is NaN is -inf.
-    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
+    Raises: InvalidArgument, PlanMismatch (a schedule made for another call or another kind of kernel), UnknownBackend,
+        UnsupportedRequest. Graph-safe.
     """
-    facts = check(q, weights, index_cache, query_start_loc, seq_lens, block_table, out, kv_layout)
-    return find(INDEXER_LOGITS, backend, q, facts).call(
-        q, weights, index_cache, query_start_loc, seq_lens, block_table, out=out
-    )
+    facts = check(q, weights, index_cache, query_start_loc, seq_lens, block_table, schedule, out, kv_layout)
+    served = find(INDEXER_LOGITS, backend, q, facts)
+    own = schedule_keyword(TENSORS.where, served, schedule)
+    return served.call(q, weights, index_cache, query_start_loc, seq_lens, block_table, out=out, **own)
 
 
 def check(
@@ -97,11 +103,13 @@ def check(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
+    schedule: DecodeSchedule | None,
     out: Tensor,
     kv_layout: str | None = None,
 ) -> PageFacts:
-    """Raise InvalidArgument, or return the facts."""
-    return check_pages(TENSORS, (q, weights, index_cache, query_start_loc, seq_lens, block_table), (out,), {}, kv_layout)
+    """Raise InvalidArgument, or PlanMismatch for the schedule, or return the facts."""
+    pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
+    return check_pages(TENSORS, pages, (out,), {}, schedule, kv_layout)
 
 
 @isolated
@@ -113,13 +121,14 @@ def reference(
     seq_lens: Tensor,
     block_table: Tensor,
     *,
+    schedule: DecodeSchedule | None = None,
     out: Tensor,
     kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Weighted sums over heads of the positive part of q.k.
 
-    `dtype` is that of the arithmetic. Synchronises the host on a GPU. Not graph-safe.
+    `schedule` is not used. `dtype` is that of the arithmetic. Synchronises the host on a GPU. Not graph-safe.
     """
     out.fill_(-math.inf)
     pages = index_cache, query_start_loc, seq_lens, block_table

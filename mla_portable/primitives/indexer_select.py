@@ -10,13 +10,13 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import Primitive
+from mla_portable.contracts import DecodeSchedule, Primitive
 from mla_portable.contracts.share import ContextShare, check_share
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.tensor_table import Axes, TensorTable
 from mla_portable.layouts import INDEX
-from mla_portable.primitives._indexer import PAGES, check_pages, seen_scores
+from mla_portable.primitives._indexer import PAGES, check_pages, schedule_keyword, seen_scores
 from mla_portable.primitives._reference import isolated
 from mla_portable.primitives.indexer_logits import INDEXER_LOGITS
 from mla_portable.primitives.topk_select import check_result_size
@@ -49,6 +49,9 @@ class IndexerSelect(Protocol):
     those that the token sees. scores_out [T, topk] float32 is written: the score of each entry of `out`, -inf where that is -1.
     An implementation that does not declare `Support.context_parallel` is called without these four arguments. One that declares
     `Support.needs_whole_tables` is called only where every position below a length has a block (`Request.whole_tables`).
+
+    An implementation with a `schedule_kind` takes one more keyword, `schedule`, which is passed where there is one. It was
+    planned for so many tokens and requests, all of which have equally many.
     """
 
     def __call__(
@@ -83,6 +86,7 @@ def indexer_select(
     dcp_size: int = 1,
     dcp_rank: int = 0,
     interleave: int = 1,
+    schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     scores_out: Tensor | None = None,
     kv_layout: str | None = None,
@@ -101,19 +105,22 @@ def indexer_select(
             blocks of a multiple of `interleave`; `seq_lens` and positions are those of the whole sequence. Chosen are the best
             of the rank's own. The K best of all are among what the ranks choose: those of the highest scores there, and of
             equal scores the lower positions.
+        schedule: as of `indexer_logits`.
         scores_out: [T, K] float32, written: the score of each chosen position, -inf where there is none.
     Returns: [T, K] int32, positions in the token's request, ascending, then -1 where the token sees fewer than K keys. Of equal
         scores the lower positions are chosen. Scores of NaN or -inf are not, but a token that sees at most K keys may get all
         that have a block, unscored.
-    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
+    Raises: InvalidArgument, PlanMismatch (a schedule made for another call or another kind of kernel), UnknownBackend,
+        UnsupportedRequest. Graph-safe with `out`.
     """
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
-    facts = check(*pages, topk, ordered, dcp_size, dcp_rank, interleave, out, scores_out, kv_layout)
+    facts = check(*pages, topk, ordered, dcp_size, dcp_rank, interleave, schedule, out, scores_out, kv_layout)
     served = find(INDEXER_SELECT, backend, q, facts)
+    own = schedule_keyword(TENSORS.where, served, schedule)
     if dcp_size == 1 and scores_out is None:
-        return served.call(*pages, topk=topk, out=out)
+        return served.call(*pages, topk=topk, out=out, **own)
     share = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave}
-    return served.call(*pages, topk=topk, out=out, scores_out=scores_out, **share)
+    return served.call(*pages, topk=topk, out=out, scores_out=scores_out, **share, **own)
 
 
 class Facts(NamedTuple):
@@ -124,7 +131,7 @@ class Facts(NamedTuple):
     cache_alignment: int
     uneven_blocks: bool
     num_heads: int
-    rows: int
+    rows: int | None
     topk: int
     ordered: bool
     context_parallel: bool
@@ -142,17 +149,18 @@ def check(
     dcp_size: int,
     dcp_rank: int,
     interleave: int,
+    schedule: DecodeSchedule | None,
     out: Tensor | None,
     scores_out: Tensor | None,
     kv_layout: str | None = None,
 ) -> Facts:
-    """Raise InvalidArgument, or return the facts."""
+    """Raise InvalidArgument, or PlanMismatch for the schedule, or return the facts."""
     where = TENSORS.where
     check_count(where, "topk", topk, 1, INT32_MAX)
     check_flag(where, "ordered", ordered)
     check_share(where, dcp_size, dcp_rank, interleave)
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
-    facts = check_pages(TENSORS, pages, (out, scores_out), {"K": topk}, kv_layout)
+    facts = check_pages(TENSORS, pages, (out, scores_out), {"K": topk}, schedule, kv_layout)
     check_result_size(where, topk, q.shape[0], out)
     if index_cache.shape[1] % interleave:
         expected = f"a divisor of block_size, {index_cache.shape[1]}"
@@ -173,12 +181,16 @@ def reference(
     dcp_size: int = 1,
     dcp_rank: int = 0,
     interleave: int = 1,
+    schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     scores_out: Tensor | None = None,
     kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """A stable sort of the scores of some tokens at a time. `dtype` is that of the scores; they are chosen in float32."""
+    """A stable sort of the scores of some tokens at a time.
+
+    `schedule` is not used. `dtype` is that of the scores; they are chosen in float32.
+    """
     share = ContextShare(dcp_size, dcp_rank, interleave)
     if out is None:
         out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from mla_portable.contracts import DecodeSchedule, PlanMismatch, Primitive
 from mla_portable.contracts.values import check_scale, describe, refuse, rounded_rows
 from mla_portable.dispatch import find, opaque
 from mla_portable.kit.results import head_results
-from mla_portable.kit.rules import check_cache, check_dense, check_disjoint
+from mla_portable.kit.rules import check_cache, check_dense, check_disjoint, named_tensors
 from mla_portable.kit.second_cache import check_second_cache, is_nope, second_cache
+from mla_portable.kit.tensor_scales import check_kv_scale, query_dtype, tensor_scales
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import KV
+from mla_portable.layouts import KV, Cache
 from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
 
@@ -25,7 +26,7 @@ __all__ = ["SPARSE_DECODE", "SparseDecode", "sparse_decode"]
 TENSORS: Final = TensorTable(
     "sparse_decode",
     {
-        "q": Axes("B S H key", torch.bfloat16, not_empty="S H"),
+        "q": Axes("B S H key", not_empty="S H"),
         "kv_cache": Checked(),
         "indices": Axes("B S K", torch.int32, not_empty="K"),
         "lengths": Axes("B S", torch.int32, optional=True),
@@ -50,12 +51,15 @@ class SparseDecode(Protocol):
     An implementation that declares `Support.extra_cache` takes three more keywords, which are passed where there is a second
     cache: extra_kv_cache of the same layout, extra_indices [B, S, E] int32, its slots, and extra_lengths [B, S] int32 or None.
     A row attends to the union of both.
+
+    One that declares a layout with `tensor_scale` is given kv_scale as well, float32 of one element, by which the numbers of
+    both caches count. One that declares `Support.q_scale` is given q_scale, likewise, with q in e4m3 where the request says so.
     """
 
     def __call__(
         self,
         q: Tensor,
-        kv_cache: Tensor,
+        kv_cache: Any,
         indices: Tensor,
         *,
         softmax_scale: float,
@@ -70,18 +74,20 @@ class SparseDecode(Protocol):
 @opaque
 def sparse_decode(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     kv_layout: str | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -99,19 +105,20 @@ def sparse_decode(
             may be empty by its lengths.
         schedule: from a planner, for B * S rows of H heads and width K; its scratch is used instead of fresh memory.
         out: [B, S, H, 512] bf16, lse_out: [B, S, H] float32, written; they overlap no input.
+        kv_scale: float32, one element, by which the numbers of the cache, and of a second one, count; for layouts with
+            `tensor_scale` and no others. q_scale: likewise of queries, which are e4m3 where it is given.
         kv_layout, backend: see `mla_portable.primitives`.
     Returns: (out, lse): lse is the natural logarithm, without the sink; a row without a valid index has 0 and -inf.
     Raises: InvalidArgument, PlanMismatch (a schedule made for other shapes or another kind of kernel), UnknownBackend,
         UnsupportedRequest. Graph-safe with `out`, `lse_out` and, where the kernel takes one, `schedule`.
     """
     extra = (extra_kv_cache, extra_indices, extra_lengths)
-    facts = check(q, kv_cache, indices, softmax_scale, lengths, attn_sink, *extra, schedule, out, lse_out, kv_layout)
+    facts = check(
+        q, kv_cache, indices, softmax_scale, lengths, attn_sink, *extra, schedule, out, lse_out, kv_scale, q_scale, kv_layout
+    )
     served = find(SPARSE_DECODE, backend, q, facts)
-    if schedule is not None and served.schedule_type is not None and not isinstance(schedule, served.schedule_type):
-        raise PlanMismatch(
-            f"sparse_decode: schedule is a {type(schedule).__name__}, {served.name} takes a {served.schedule_type.__name__}. "
-            "Plan with the schedule_kind of the implementation that serves, or force the one that was planned for."
-        )
+    if schedule is not None:
+        served.check_schedule(TENSORS.where, schedule)
     return served.call(
         q,
         kv_cache,
@@ -123,6 +130,7 @@ def sparse_decode(
         out=out,
         lse_out=lse_out,
         **second_cache(*extra),
+        **tensor_scales(kv_scale=kv_scale, q_scale=q_scale),
     )
 
 
@@ -144,21 +152,24 @@ class Facts(NamedTuple):
     extra_block_size: int | None
     extra_lengths: bool
     nope: bool
+    q_scale: bool
 
 
 def check(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     indices: Tensor,
     softmax_scale: float,
     lengths: Tensor | None,
     attn_sink: Tensor | None,
-    extra_kv_cache: Tensor | None,
+    extra_kv_cache: Cache | None,
     extra_indices: Tensor | None,
     extra_lengths: Tensor | None,
     schedule: DecodeSchedule | None,
     out: Tensor | None,
     lse_out: Tensor | None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> Facts:
     """Raise InvalidArgument, or return the facts.
@@ -170,10 +181,11 @@ def check(
     first = check_cache(where, "kv_cache", kv_cache, q.device, kv_layout=kv_layout, may_overlap=True)
     extra_size, caches = check_second_cache(where, first, q.device, extra_kv_cache, extra_indices, extra_lengths)
     layout = first.layout
+    check_kv_scale(where, layout, kv_scale, q.device)
     nope = is_nope(q, layout)
     sizes = {"key": layout.value_width if nope else layout.key_width, "value": layout.value_width}
     extra = (extra_kv_cache, extra_indices, extra_lengths)
-    TENSORS.check((q, kv_cache, indices, lengths, attn_sink, *extra, out, lse_out), sizes)
+    TENSORS.check((q, kv_cache, indices, lengths, attn_sink, *extra, out, lse_out), sizes, query_dtype(where, q, q_scale))
     check_scale(where, "softmax_scale", softmax_scale)
     extra_topk = None if extra_indices is None else sizes["E"]
     query_len, num_heads, topk = sizes["S"], sizes["H"], sizes["K"]
@@ -188,8 +200,9 @@ def check(
             )
         scratch = schedule.scratch(where, layout.value_width)
         if scratch:
-            read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
-            read |= {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices, "extra_lengths": extra_lengths}
+            read = {"q": q, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
+            read |= {"extra_indices": extra_indices, "extra_lengths": extra_lengths}
+            read |= named_tensors("kv_cache", kv_cache) | named_tensors("extra_kv_cache", extra_kv_cache)
             check_disjoint(where, {"out": out, "lse_out": lse_out}, read, scratch)
     return Facts(
         *caches,
@@ -205,24 +218,27 @@ def check(
         extra_size,
         extra_lengths is not None,
         nope,
+        q_scale is not None,
     )
 
 
 @isolated
 def reference(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
@@ -233,9 +249,9 @@ def reference(
     """
     rows = CacheRows(kv_cache, kv_layout=kv_layout)
     out, lse_out = head_results(q, rows.layout.value_width, out, lse_out)
-    lists = [Keys(rows, indices, lengths)]
+    lists = [Keys(rows, indices, lengths, kv_scale)]
     if extra_kv_cache is not None and extra_indices is not None:
-        lists.append(Keys(CacheRows(extra_kv_cache, kv_layout=rows.layout.name), extra_indices, extra_lengths))
+        lists.append(Keys(CacheRows(extra_kv_cache, kv_layout=rows.layout.name), extra_indices, extra_lengths, kv_scale))
     for s in range(q.shape[1]):  # [:, s] is a view for any strides; flattening [B, S] might be a copy
         attend(
             q[:, s],
@@ -245,6 +261,7 @@ def reference(
             out[:, s],
             lse_out[:, s],
             dtype,
+            q_scale,
         )
     return out, lse_out
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from mla_portable.dispatch import find, opaque
 from mla_portable.kit.results import head_results
 from mla_portable.kit.rules import CacheFacts, check_cache, check_dense, check_flat_rows, facts_of_rows, shape_of
 from mla_portable.kit.second_cache import check_second_cache, is_nope, second_cache
+from mla_portable.kit.tensor_scales import check_kv_scale, query_dtype, tensor_scales
 from mla_portable.kit.tensor_table import Axes, Checked, TensorTable
-from mla_portable.layouts import KV, layout_of
+from mla_portable.layouts import KV, Cache, layout_of
 from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
 
@@ -25,7 +26,7 @@ __all__ = ["SPARSE_PREFILL", "SparsePrefill", "sparse_prefill"]
 TENSORS: Final = TensorTable(
     "sparse_prefill",
     {
-        "q": Axes("T H key", torch.bfloat16, not_empty="H"),
+        "q": Axes("T H key", not_empty="H"),
         "kv": Checked(),
         "indices": Axes("T K", torch.int32, not_empty="K"),
         "lengths": Axes("T", torch.int32, optional=True),
@@ -50,13 +51,13 @@ class SparsePrefill(Protocol):
 
     An implementation that declares `Support.extra_cache` takes three more keywords, which are passed where there is a second
     cache: extra_kv_cache, of the layout of kv and flat or paged as that is, extra_indices [T, E] int32 and extra_lengths [T]
-    int32 or None. A row attends to the union of both.
+    int32 or None. A row attends to the union of both. kv_scale and q_scale as of SparseDecode.
     """
 
     def __call__(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Any,
         indices: Tensor,
         *,
         softmax_scale: float,
@@ -70,17 +71,19 @@ class SparsePrefill(Protocol):
 @opaque
 def sparse_prefill(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     kv_layout: str | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -93,12 +96,14 @@ def sparse_prefill(
         softmax_scale, lengths [T] int32, attn_sink [H] float32: as in `sparse_decode`.
         extra_kv_cache, extra_indices [T, E] int32, extra_lengths [T] int32: likewise; the second one is flat or paged as kv is.
         out: [T, H, 512] bf16, lse_out: [T, H] float32, written; they overlap no input.
+        kv_scale: float32, one element, by which the numbers of the cache, and of a second one, count; for layouts with
+            `tensor_scale` and no others. q_scale: likewise of queries, which are e4m3 where it is given.
         kv_layout, backend: see `mla_portable.primitives`.
     Returns: (out, lse) as in `sparse_decode`.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out` and `lse_out`.
     """
     extra = (extra_kv_cache, extra_indices, extra_lengths)
-    facts = check(q, kv, indices, softmax_scale, lengths, attn_sink, *extra, out, lse_out, kv_layout)
+    facts = check(q, kv, indices, softmax_scale, lengths, attn_sink, *extra, out, lse_out, kv_scale, q_scale, kv_layout)
     return find(SPARSE_PREFILL, backend, q, facts).call(
         q,
         kv,
@@ -109,6 +114,7 @@ def sparse_prefill(
         out=out,
         lse_out=lse_out,
         **second_cache(*extra),
+        **tensor_scales(kv_scale=kv_scale, q_scale=q_scale),
     )
 
 
@@ -129,20 +135,23 @@ class Facts(NamedTuple):
     extra_block_size: int | None
     extra_lengths: bool
     nope: bool
+    q_scale: bool
 
 
 def check(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     softmax_scale: float,
     lengths: Tensor | None,
     attn_sink: Tensor | None,
-    extra_kv_cache: Tensor | None,
+    extra_kv_cache: Cache | None,
     extra_indices: Tensor | None,
     extra_lengths: Tensor | None,
     out: Tensor | None,
     lse_out: Tensor | None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> Facts:
     """Raise InvalidArgument, or return the facts; block_size is None for bfloat16 rows, which are flat."""
@@ -152,9 +161,10 @@ def check(
     extra = (extra_kv_cache, extra_indices, extra_lengths)
     extra_size, caches = check_second_cache(where, first, q.device, *extra, read=_check_rows)
     layout = first.layout
+    check_kv_scale(where, layout, kv_scale, q.device)
     nope = is_nope(q, layout)
     sizes = {"key": layout.value_width if nope else layout.key_width, "value": layout.value_width}
-    TENSORS.check((q, kv, indices, lengths, attn_sink, *extra, out, lse_out), sizes)
+    TENSORS.check((q, kv, indices, lengths, attn_sink, *extra, out, lse_out), sizes, query_dtype(where, q, q_scale))
     check_scale(where, "softmax_scale", softmax_scale)
     return Facts(
         *caches,
@@ -168,12 +178,15 @@ def check(
         extra_size,
         extra_lengths is not None,
         nope,
+        q_scale is not None,
     )
 
 
-def _check_rows(argument: str, kv: Tensor, device: torch.device, *, kv_layout: str | None) -> CacheFacts:
+def _check_rows(argument: str, kv: Cache, device: torch.device, *, kv_layout: str | None) -> CacheFacts:
     """As `check_cache`, of flat rows as well; block_size is None for these."""
     where = TENSORS.where
+    if isinstance(kv, tuple):
+        return check_cache(where, argument, kv, device, kv_layout=kv_layout)
     check_dense(where, argument, kv, "[W, row width] or [blocks, block_size, row width]")
     layout = layout_of(kv, name=kv_layout, where=where, argument=argument)
     width = layout.row_width
@@ -189,17 +202,19 @@ def _check_rows(argument: str, kv: Tensor, device: torch.device, *, kv_layout: s
 @isolated
 def reference(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     kv_layout: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
@@ -209,10 +224,10 @@ def reference(
     """
     rows = CacheRows(kv, kv_layout=kv_layout)
     out, lse_out = head_results(q, rows.layout.value_width, out, lse_out)
-    lists = [Keys(rows, indices, lengths)]
+    lists = [Keys(rows, indices, lengths, kv_scale)]
     if extra_kv_cache is not None and extra_indices is not None:
-        lists.append(Keys(CacheRows(extra_kv_cache, kv_layout=rows.layout.name), extra_indices, extra_lengths))
-    attend(q, lists, softmax_scale, attn_sink, out, lse_out, dtype)
+        lists.append(Keys(CacheRows(extra_kv_cache, kv_layout=rows.layout.name), extra_indices, extra_lengths, kv_scale))
+    attend(q, lists, softmax_scale, attn_sink, out, lse_out, dtype, q_scale)
     return out, lse_out
 
 

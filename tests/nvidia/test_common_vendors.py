@@ -14,6 +14,7 @@ from pathlib import Path
 
 import deepgemm_standins
 import pytest
+import torch
 from fake_plugins import musa
 from flashmla_standins import Library, modules, schedule_object_module, tensors_module
 from simulated_gpu import conforms
@@ -31,6 +32,7 @@ from mla_portable.primitives import (
 from mla_portable_common import flash_mla
 from mla_portable_common.deep_gemm.discovery import forget_deepgemm
 from mla_portable_common.flash_mla.discovery import forget_copies
+from mla_portable_common.flash_mla.head_padding import PaddedQueries
 
 S5000 = DeviceFacts("musa", "stand-in of MTT S5000", "mp31", "cpu", num_sms=56, graph_capture=False)
 SCORES = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT)
@@ -117,7 +119,8 @@ def test_the_page_shows_the_whole_plugin():
 )
 def test_all_that_it_declares_conforms(name, primitives):
     with installed():
-        conforms(machine(), name, "quick", *primitives)
+        words = conforms(machine(), name, "quick", *primitives)
+    assert ("scheduled" in words) == (name == "musa.deep_gemm")
 
 
 @pytest.mark.parametrize("base_2", [False, True])
@@ -190,6 +193,21 @@ def test_without_the_library_it_is_said_which_modules_were_asked_and_what_to_ins
     with pytest.raises(MLAPortableError, match="nothing has FlashMLA's functions here"):
         decode.bind(request)
     forget_copies()
+
+
+def test_streams_of_a_device_that_is_no_cuda_device_share_no_padded_queries(monkeypatch):
+    """A graph under capture has memory of its own; otherwise a stream shares a buffer with itself alone."""
+    now = types.SimpleNamespace(stream="first", capturing=False)
+    module = types.SimpleNamespace(current_stream=lambda index: now.stream)
+    own = types.SimpleNamespace(module=module, index=0, is_capturing=lambda: now.capturing)
+    monkeypatch.setattr("mla_portable_common.streams.accelerator", lambda device: own)
+    buffers, meta = PaddedQueries(), torch.device("meta")
+    kept = buffers.take(4, 16, 64, meta)
+    assert buffers.take(4, 16, 64, meta)._base is kept._base
+    now.stream = "second"
+    assert buffers.take(4, 16, 64, meta)._base is not kept._base
+    now.stream, now.capturing = "first", True
+    assert buffers.take(4, 16, 64, meta)._base is None, "fresh memory"
 
 
 def test_a_declaration_without_head_counts_is_refused_where_it_is_made():

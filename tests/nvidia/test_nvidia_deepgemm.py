@@ -6,26 +6,38 @@ from __future__ import annotations
 import math
 import sys
 import types
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from deepgemm_standins import BUILDS, Build, installed, score
 from flashmla_standins import modules
 from simulated_gpu import FACTS, conforms, registry
 
-from mla_portable.contracts import MLAPortableError
+from mla_portable.contracts import InvalidArgument, MLAPortableError, PlanMismatch, Request, ScheduleLimits, StepLengths
 from mla_portable.dispatch import serving
+from mla_portable.judge.conformance.report import CaseResult
+from mla_portable.judge.conformance.runner import run_case
+from mla_portable.judge.problems.base import cases_for
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT
 from mla_portable.primitives.topk_select import reference as topk_select
+from mla_portable_common.deep_gemm import schedules
 from mla_portable_common.deep_gemm.conventions import DeepGemm
 from mla_portable_common.deep_gemm.discovery import forget_deepgemm
 from mla_portable_common.deep_gemm.indexer_logits import PagedLogits, PagedScores, RaggedLogits
 from mla_portable_common.deep_gemm.indexer_select import DeepGemmSelect
-from mla_portable_common.deep_gemm.pages import Pages
+from mla_portable_common.deep_gemm.pages import Pages, row_lengths
+from mla_portable_common.deep_gemm.schedules import IndexSchedule
 from mla_portable_common.deep_gemm.torch_passes import TorchIndexPasses
 from mla_portable_nvidia.deepgemm.discovery import deepgemm_reasons, find_deepgemm
-from mla_portable_nvidia.deepgemm.implementations import deepgemm_implementations, scratch_of, select_implementations
+from mla_portable_nvidia.deepgemm.implementations import (
+    DEEPGEMM_ROWS,
+    deepgemm_implementations,
+    scratch_of,
+    select_implementations,
+)
 from mla_portable_nvidia.native.topk_select import NativeTopkSelect
 
 PRIMITIVES = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT)
@@ -45,6 +57,32 @@ def test_every_build_conforms(name, arch):
     with installed(name, arch=arch, num_sms=FACTS[arch].num_sms) as build:
         suite(arch, "smoke")
         assert build.paged_rows and build.ragged_rows
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_the_suite_passes_a_schedule_and_a_planner_of_other_lengths_fails(level, monkeypatch):
+    on_cpu = {"device_types": ("cpu",)}
+    offered = {each.primitive: each for each in (*deepgemm_implementations(**on_cpu), *select_implementations(**on_cpu))}
+    cases = [
+        case
+        for each in offered.values()
+        for case in cases_for(each, FACTS["sm90"], level)
+        if "scheduled" in case.params.words()
+    ]
+    assert {(case.primitive, case.params.batch) for case in cases} == {
+        (primitive, batch) for primitive in (INDEXER_LOGITS, INDEXER_SELECT) for batch in ("decode", "drafts")
+    }
+    with installed("deep_gemm 2026") as build, serving(registry("sm90", offered=offered.values())):
+
+        def results() -> Iterator[CaseResult]:
+            for case in cases:
+                bound, before = offered[case.primitive].bind(case.request), len(build.plans)
+                yield run_case(case, bound, torch.device("cpu"))
+                assert len(build.plans) == before + 1, "the planner's alone, for both calls"
+
+        assert {(result.status, result.message) for result in results()} == {("passed", "")}
+        monkeypatch.setattr(schedules, "row_lengths", lambda seen, query_len: row_lengths(seen + 1, query_len))
+        assert all(result.status == "error" and "a schedule of other lengths" in result.message for result in results())
 
 
 @pytest.mark.parametrize("name", ["vllm 0.26", "vllm 0.33"])
@@ -150,6 +188,91 @@ def test_tokens_of_one_request_go_two_a_row():
             build.paged_rows.clear()
             PagedLogits(kernel, TorchIndexPasses())(*arguments, out=torch.empty_like(want))
             assert build.paged_rows == expected
+
+
+def planned(lengths: list[int], query_len: int, bounds: list[int] | None = None, on_device: bool = True) -> IndexSchedule:
+    """What the planner of the kind makes for a step whose requests have `query_len` tokens each."""
+    limits = ScheduleLimits(torch.device("cpu"), 32, 0, 512, request=Request(INDEXER_LOGITS, FACTS["sm90"]))
+    step = StepLengths(
+        np.array(lengths if bounds is None else bounds, dtype=np.int32),
+        torch.tensor(lengths, dtype=torch.int32) if on_device else None,
+    )
+    return DEEPGEMM_ROWS.schedule(DEEPGEMM_ROWS.planner(limits), len(lengths), query_len, step)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths"), [(3, [100, 150, 64]), (12, [100, 150, 64]), (2, [170]), (1, [170]), (4, [192]), (6, [1, 2, 192])]
+)
+def test_a_step_s_schedule_serves_every_layer(tokens, lengths):
+    with installed("deep_gemm 2026") as build:
+        kernel = find_deepgemm(INDEXER_LOGITS, FACTS["sm90"])
+        arguments, want = batch(build, tokens, lengths)
+        schedule = planned(lengths, tokens // len(lengths))
+        build.plans, made = build.plans[-1:], 1
+        logits, select = PagedLogits(kernel, TorchIndexPasses()), DeepGemmSelect(kernel, TorchIndexPasses(), topk_select)
+        for _ in range(3):
+            torch.testing.assert_close(logits(*arguments, schedule=schedule, out=torch.empty_like(want)), want)
+            chosen = select(*arguments, topk=20, schedule=schedule)
+        assert torch.equal(chosen, select(*arguments, topk=20, out=None)), "one that was made in the call"
+        assert len(build.plans) == made + 1
+
+
+def test_a_schedule_that_may_be_of_other_lengths_is_not_used():
+    """DeepGEMM would follow it to table entries that nobody wrote: the stand-in refuses."""
+    with installed("deep_gemm 2026", num_sms=132) as build:
+        kernel = find_deepgemm(INDEXER_LOGITS, FACTS["sm90"])
+        arguments, want = batch(build, 6, [100, 150, 64])
+        logits = PagedLogits(kernel, TorchIndexPasses())
+
+        def plans(schedule: IndexSchedule, width: int = 192, scratch: int = 64 << 20) -> int:
+            before = len(build.plans)
+            call = PagedLogits(kernel, TorchIndexPasses(), scratch_bytes=scratch) if scratch != 64 << 20 else logits
+            out = call(*arguments, schedule=schedule, out=torch.empty(6, width))
+            torch.testing.assert_close(out[:, :192], want[:, :width])
+            return len(build.plans) - before
+
+        exact = planned([100, 150, 64], 2)
+        assert plans(exact) == 0
+        assert plans(exact, width=120) == 1, "lengths that the result cuts"
+        assert plans(exact, scratch=3 << 10) > 1, "some tokens at a time"
+        assert plans(planned([100, 150, 64], 2, bounds=[101, 192, 66])) == 0, "bounds within the table"
+        assert plans(planned([100, 150, 64], 2, bounds=[100, 193, 64])) == 1, "longer than the table, for all the host knows"
+        assert plans(planned([100, 150, 64], 2, on_device=False)) == 1, "bounds alone"
+        build.num_sms = 100
+        assert plans(exact) == 1, "of other multiprocessors"
+
+
+def test_rows_of_padding_are_planned_as_the_call_describes_them():
+    with installed("deep_gemm 2026") as build:
+        kernel = find_deepgemm(INDEXER_LOGITS, FACTS["sm90"])
+        (q, weights, pages, starts, lens, table), want = batch(build, 4, [100, 64, 3, 9])
+        lens[2:] = 0
+        want[2:] = -math.inf
+        limits = ScheduleLimits(torch.device("cpu"), 32, 0, 512, request=Request(INDEXER_LOGITS, FACTS["sm90"]))
+        planner = DEEPGEMM_ROWS.planner(limits)
+        captured = planner.get(4, 1, StepLengths(np.full(4, 192, np.int32), torch.full((4,), 192, dtype=torch.int32)))
+        planner.get(4, 1, StepLengths(np.array([100, 64], np.int32), lens[:2]))  # in front of the replay
+        before = len(build.plans)
+        out = PagedLogits(kernel, TorchIndexPasses())(
+            q, weights, pages, starts, lens, table, schedule=captured, out=torch.empty_like(want)
+        )
+        torch.testing.assert_close(out, want)
+        assert len(build.plans) == before
+
+
+@pytest.mark.parametrize("primitive", [INDEXER_LOGITS, INDEXER_SELECT])
+def test_the_indexer_s_schedules_fit_calls_of_as_many_tokens_and_requests(primitive):
+    with installed("deep_gemm 2026"):
+        schedule = planned([100, 150], 2)
+    place = str(primitive), 4, 2, 32, None, torch.device("cpu")
+    schedule.check_indexer(*place)
+    for tokens, requests in ((6, 2), (4, 4), (4, 1)):
+        with pytest.raises(PlanMismatch, match=f"the call has {tokens} tokens of {requests} requests, .* 2 of 2 tokens each"):
+            schedule.check_indexer(place[0], tokens, requests, *place[3:])
+    with pytest.raises(PlanMismatch, match="made for the indexer"):
+        schedule.check("sparse_decode", 4, 1, 32, 2048, torch.device("cpu"))
+    with pytest.raises(InvalidArgument, match=r"schedule\.metadata"):
+        schedule.check_indexer(*place[:-1], torch.device("meta"))
 
 
 def test_the_stride_of_a_single_block_means_nothing():

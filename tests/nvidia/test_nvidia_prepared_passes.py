@@ -129,8 +129,15 @@ def call(of: PreparedPass, kind: int, *at: int, device: int = 0) -> list[Tensor]
     return tensors
 
 
+def pointer(name: str, place: int, *, anywhere: bool) -> SimpleNamespace:
+    """A parameter of a kernel, as Triton describes it."""
+    named = {"name": name, "num": place, "is_constexpr": False, "do_not_specialize": False}
+    return SimpleNamespace(**named, do_not_specialize_on_alignment=anywhere)
+
+
 def test_the_first_call_of_a_kind_goes_through_triton_and_the_others_to_the_driver(driver):
     kernel = Through(compiled())
+    kernel.params = [pointer("lengths_ptr", 0, anywhere=True), pointer("out_ptr", 1, anywhere=False)]
     of = PreparedPass(kernel)
     tensors = call(of, 3, 64, 128)
     assert kernel.calls == [((3, 1), (*tensors, *INTEGERS), {"num_warps": 8, **OPTIONS})]
@@ -141,7 +148,8 @@ def test_the_first_call_of_a_kind_goes_through_triton_and_the_others_to_the_driv
     call(of, 3, 64, 128, device=1)
     assert (len(kernel.calls), len(driver.launched)) == (4, 1)
     call(of, 3, 64, 140)
-    assert (len(kernel.calls), driver.launched[1:]) == (4, [(64, 140)])
+    call(of, 3, 68, 140)  # the first of them serves from any address
+    assert (len(kernel.calls), driver.launched[1:]) == (4, [(64, 140), (68, 140)])
 
 
 def test_every_call_goes_through_triton_where_nothing_can_be_prepared(driver):

@@ -27,6 +27,9 @@ VERIFY = replace(CASE, name="verify", forward_mode=ForwardMode.TARGET_VERIFY, ex
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
 
+pytestmark = pytest.mark.usefixtures("without_warm_up")
+
+
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """What serves only writes down how it was called, on what claims to be an H200."""

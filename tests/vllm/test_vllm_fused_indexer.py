@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from fused_indexer import Plugin
 from vllm_indexer import check, make_batch, make_indexer, run, without_kernels
 
 from mla_portable.choose import Registry, registry
-from mla_portable.engines.vllm import compat, indexer_choice, indexer_seams, settings
+from mla_portable.engines.vllm import compat, indexer, indexer_choice, indexer_seams, settings
 
 
 @pytest.fixture
@@ -20,6 +21,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch):
     plugin = Plugin()
     made = Registry(plugins=[("reference", "mla_portable.reference"), ("fused", plugin)], environ={})
     monkeypatch.setattr(registry, "_registry", made)
+    monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     indexer_choice.forget()
     indexer_seams.install()
     without_kernels(monkeypatch)

@@ -15,11 +15,11 @@ import pytest
 import torch
 import vllm_indexer
 from vllm.forward_context import set_forward_context
-from vllm_engine import CPU
+from vllm_engine import CPU, MAX_LEN
 from vllm_indexer import BLOCK, HEADS, NAME, TOPK, WIDTH, call, check, make_batch, make_indexer, run, without_kernels
 
 from mla_portable import primitives, use
-from mla_portable.contracts import ContextShare, InvalidArgument
+from mla_portable.contracts import ContextShare, DecodeSchedule, InvalidArgument, ScheduleKind, ScheduleLimits, StepLengths
 from mla_portable.engines.vllm import indexer, indexer_choice, indexer_seams, settings
 
 
@@ -143,11 +143,14 @@ def test_profiling_binds_and_shows_its_scratch(monkeypatch: pytest.MonkeyPatch):
         return empty(*(1 if size[0] == primitives.SELECT_SCRATCH_BYTES else each for each in size), **options)
 
     monkeypatch.setattr(torch, "empty", spy)
-    compiled: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(indexer, "_run_once", lambda select, *kind: compiled.append(kind))
+    compiled: list[dict[str, Any]] = []
+    monkeypatch.setattr(indexer, "warm_indexer", lambda select, pages, **kind: compiled.append({"pages": pages(3), **kind}))
     monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
     assert call(engine, step, None) is not None
-    assert primitives.SELECT_SCRATCH_BYTES in taken and compiled == [(HEADS, TOPK, CPU, ContextShare())]
+    assert primitives.SELECT_SCRATCH_BYTES in taken and len(compiled) == 1
+    kind = compiled[0]
+    assert (kind["num_heads"], kind["topk"], kind["longest"], kind["share"]) == (HEADS, TOPK, MAX_LEN, ContextShare())
+    assert kind["pages"].shape == (3, 64, 132)
     assert [key[:5] for key in indexer._indexers()] == [(CPU, HEADS, TOPK, "ue8m0", ContextShare())]
     assert (engine.topk == 77).all()
 
@@ -186,6 +189,76 @@ def test_nothing_is_scored_where_nothing_is_selected_away(padding: dict[str, int
         run(engine, step, capture=capture)
         check(engine, step)
         assert bool(scored) is capture, "a graph's later sequences may be longer"
+
+
+class RowLengths(DecodeSchedule):
+    """lengths: [R] int32, what the planner keeps."""
+
+    def __init__(self, shape: tuple[int, int], lengths: torch.Tensor) -> None:
+        self.shape, self.lengths = shape, lengths
+
+
+class RowLengthsPlanner:
+    def __init__(self, limits: ScheduleLimits) -> None:
+        self.memory, self.most = torch.zeros(limits.max_num_rows, dtype=torch.int32), limits.max_query_len
+
+    def get(self, batch: int, query_len: int, lengths: StepLengths) -> RowLengths:
+        assert query_len <= self.most and lengths.host is not None and lengths.device is not None
+        assert (lengths.host >= lengths.device.numpy()).all()
+        lengths.copy_to(self.memory[:batch])
+        return RowLengths((batch, query_len), self.memory[:batch])
+
+    def invalidate(self) -> None: ...
+
+
+def test_schedules_are_planned_once_a_step_by_each_builder_for_all_layers(monkeypatch: pytest.MonkeyPatch):
+    kind = ScheduleKind("row_lengths", RowLengths, RowLengthsPlanner, needs_lengths=True)
+    given: list[RowLengths | None] = []
+    capturing: list[bool] = []
+    bind = indexer._bind
+
+    def watched(*arguments: Any) -> Any:
+        server = bind(*arguments)
+
+        def select(*tensors: Any, schedule: RowLengths | None = None, **named: Any) -> torch.Tensor:
+            given.append(schedule)
+            return server.select(*tensors, **named)
+
+        return replace(server, select=select, kind=kind, is_capturing=lambda: capturing[-1])
+
+    monkeypatch.setattr(indexer, "_bind", watched)
+    monkeypatch.setattr(indexer, "_indexers", functools.cache(dict))
+    engine = make_indexer(drafts=1)
+
+    def served(query_lens: list[int], seq_lens: list[int], *, capture: bool = False) -> list[RowLengths | None]:
+        given.clear()
+        step = make_batch(engine, query_lens, seq_lens)
+        step.common.seq_lens_cpu_upper_bound[: len(seq_lens)] += 3
+        metadata = engine.builder.build(0, step.common)
+        capturing.append(capture)
+        for _ in range(2):  # layers
+            call(engine, step, {NAME: metadata})
+        check(engine, step)
+        return list(given)
+
+    assert served([2, 2], [130, 90]) == [None, None], "nothing was bound before, as in vLLM's profiling run"
+    first, again = served([2, 2], [130, 90])
+    assert first is again and first is not None
+    assert first.shape == (2, 2) and first.lengths.tolist() == [130, 90]
+    decodes, prefill, *_ = served([2, 2, 40], [200, 80, 64])
+    assert prefill is None and decodes is not None and decodes.lengths.tolist() == [200, 80]
+    assert decodes.lengths.data_ptr() == first.lengths.data_ptr(), "a graph reads the step that replays it"
+    one, alone = served([2, 1], [130, 90])[:2]
+    assert one is not None and one.shape == (1, 2) and alone is None, "the second request is a prefill"
+    assert set(served([2, 2], [130, 90], capture=True)) == {None}
+    step = make_batch(engine, [2, 1], [130, 90])
+    ragged = indexer.plan_step(step.common, 2, 3)
+    indexer.IndexerSchedules(8, 2).plan(ragged, step.common, 2)
+    assert not ragged.parts[0].schedules, "requests of other numbers of tokens"
+    other = make_indexer(drafts=1).builder
+    step = make_batch(engine, [2, 2], [77, 70])
+    (schedule,) = getattr(other.build(0, step.common), indexer_seams._STEP).parts[0].schedules.values()
+    assert schedule.lengths.tolist() == [77, 70] and first.lengths.tolist() != [77, 70], "a microbatch of its own"
 
 
 def test_nothing_is_read_back_or_planned_by_vllms_kernels():

@@ -65,7 +65,7 @@ def mla_decode_fwd(
     cp_rank=0,
     causal=True,
 ):
-    """Split-KV attention, one token of one request at a time; writes o, and returns it with the lse."""
+    """Split-KV attention, one token of one request at a time; writes o, and returns its scratch and the lse."""
     assert logit_cap <= 0 and page_size == 1 and nhead_kv == 1 and max_seqlen_q == 1 and work_meta_data is None
     tokens, heads, width = q.shape
     assert q.dtype == kv_buffer.dtype == o.dtype == torch.bfloat16 and q.is_contiguous() and o.is_contiguous()
@@ -100,11 +100,12 @@ def mla_decode_fwd(
         total = weights.sum(1, keepdim=True)
         o[token] = (weights @ keys[:, :512] / total).bfloat16()
         lse[token] = scores[:, : end - begin].logsumexp(1)
+    scratch = torch.full((tokens, splits, heads, 512), 777.0)
     if not return_lse:
-        return o, None
+        return scratch, None
     if splits == 1 and heads in _HEADS_WITHOUT_MERGE:
         lse.fill_(12345.0)  # torch.empty: the pass that writes it is left out
-    return o, lse
+    return scratch, lse
 
 
 def deepgemm_fp8_paged_mqa_logits(

@@ -52,6 +52,23 @@ def test_aiter_serves_where_it_has_a_kernel_and_triton_elsewhere(device, primiti
     assert (chosen or "none").startswith("amd." if has else "triton."), chosen
 
 
+@pytest.mark.parametrize(
+    ("device", "layout", "block_size"),
+    [
+        *((MI300X, layout, size) for layout, size in (("amd.index_fnuz", 1), ("amd.index_fnuz_tiles", 16))),
+        (MI355X, "amd.index_tiles", 16),
+    ],
+)
+@pytest.mark.parametrize("primitive", sorted(OF_GFX950))
+def test_pages_of_aiter_are_served_where_they_are_named(device, layout, block_size, primitive):
+    """Triton reads none of them: without AITER, or on the other architecture, nothing but plain torch could."""
+    other = MI355X if device is MI300X else MI300X
+    with installed(device.arch):
+        asked = {"kv_layout": layout, "block_size": block_size}
+        assert decided(device, primitive, **asked).chosen.startswith("amd.")
+        assert decided(other, primitive, **asked).chosen is None
+
+
 @pytest.mark.parametrize("device", [RX7900XTX, MI250X], ids=lambda each: each.arch)
 def test_a_device_without_kernels_is_told_so_before_aiter_is_imported(device, monkeypatch):
     asked: list[str] = []
@@ -79,7 +96,8 @@ def reasons(primitive: str, arch: str = "gfx950", **operations):
 def refused(primitive: str, arch: str = "gfx950"):
     decision = registry(arch).decide(Request(Primitive.named(primitive), MACHINES[arch], **CASES[primitive]), thorough=True)
     assert decision.chosen == "reference.torch"
-    (verdict,) = (each for each in ours(decision) if not any(reason.subject == "arch" for reason in each.reasons))
+    mine = (each for each in ours(decision) if not {"arch", "kv_layout"} & {reason.subject for reason in each.reasons})
+    (verdict,) = mine
     return verdict.reasons
 
 
@@ -136,9 +154,9 @@ def test_the_probe_runs_on_the_stand_in(arch):
 
 def test_the_probe_refuses_a_build_that_computes_something_else():
     def halved(*args, **kwargs):
-        o, lse = aiter_ops.mla_decode_fwd(*args, **kwargs)
-        o.mul_(0.5)
-        return o, lse
+        returned = aiter_ops.mla_decode_fwd(*args, **kwargs)
+        args[2].mul_(0.5)
+        return returned
 
     with installed(mla_decode_fwd=functools.wraps(aiter_ops.mla_decode_fwd)(halved)):
         request = Request(Primitive.named("sparse_decode"), MACHINES["gfx950"], **{**CASES["sparse_decode"], "topk": 64})

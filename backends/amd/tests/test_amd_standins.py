@@ -18,9 +18,14 @@ from mla_portable_amd import attention, cache, indexer
 from mla_portable_amd.lists import lists_of
 
 BOTH = {"mqa_logits", "topk_per_row", "concat_mla"}
-SERVED = {"gfx942": {*BOTH, "mla_gfx942"}, "gfx950": {*BOTH, "mla_gfx950", "paged_mqa_logits", "indexer_k_quant"}}
+PAGES = {
+    "gfx942": {f"{each}_{kind}" for each in ("paged_mqa_logits", "indexer_k_quant") for kind in ("fnuz", "fnuz_tiles")},
+    "gfx950": {f"{each}{kind}" for each in ("paged_mqa_logits", "indexer_k_quant") for kind in ("", "_tiles")},
+}
+SERVED = {arch: {*BOTH, *PAGES[arch], f"mla_{arch}"} for arch in MACHINES}
 LAYOUTS = {"sparse_decode": "bf16", "sparse_prefill": "bf16", "indexer_cache_write": "index_fp8", "indexer_logits": "index_fp8"}
-THOROUGH = [("gfx942", "mla_gfx942"), ("gfx942", "mqa_logits"), *(("gfx950", each) for each in sorted(SERVED["gfx950"]))]
+THOROUGH = [(arch, each) for arch, served in SERVED.items() for each in sorted(served - (BOTH if arch == "gfx942" else set()))]
+THOROUGH.append(("gfx942", "mqa_logits"))  # it converts there
 
 
 def request_for(arch: str, primitive: str, **fields) -> Request:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 FOREVER = 2**63 - 1
-LATENT, ROPE, INDEX_WIDTH = 512, 64, 128
+LATENT, ROPE, PACKED, INDEX_WIDTH = 512, 64, 656, 128
 A2_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 _STEP = 32
 """Query tokens that are computed at a time."""
@@ -82,11 +82,9 @@ def attended(q: Tensor, keys: Tensor, reads: Tensor, scale: float) -> tuple[Tens
     scores = torch.bmm(q.float(), keys.transpose(1, 2)) * scale
     scores.masked_fill_(~reads.unsqueeze(1), -math.inf)
     peak = scores.amax(-1)
-    peak = torch.where(peak == -math.inf, 0, peak)  # a row of nothing: the kernel writes 0 to all three
-    weights = (scores - peak.unsqueeze(-1)).exp()
+    weights = (scores - peak.unsqueeze(-1)).exp()  # NaN in a row of nothing: no document says what that gives
     total = weights.sum(-1)
-    shares = torch.where(total.unsqueeze(-1) > 0, weights / total.unsqueeze(-1), 0)
-    return torch.bmm(shares, keys[..., :LATENT]), peak, total
+    return torch.bmm(weights / total.unsqueeze(-1), keys[..., :LATENT]), peak, total
 
 
 class Operations:
@@ -147,6 +145,62 @@ class Operations:
         q = torch.cat([query, query_rope], dim=-1)
         return self._attend(q, sparse_indices, scale_value, gather, queries, keys, sparse_mode, return_softmax_lse)
 
+    def npu_kv_quant_sparse_flash_attention(
+        self, query, key, value, sparse_indices, scale_value, *, key_quant_mode=1, value_quant_mode=1, key_dequant_scale=None,
+        value_dequant_scale=None, block_table=None, actual_seq_lengths_query=None, actual_seq_lengths_kv=None,
+        sparse_block_size=1, layout_query="BSND", layout_kv="BSND", sparse_mode=3, pre_tokens=FOREVER, next_tokens=FOREVER,
+        attention_mode=2, quant_scale_repo_mode=1, tile_size=128, rope_head_dim=64, return_softmax_lse=False,
+    ):  # fmt: skip
+        self.calls.append(("npu_kv_quant_sparse_flash_attention", return_softmax_lse))
+        refuse_unless((pre_tokens, next_tokens) == (FOREVER, FOREVER), "pre_tokens and next_tokens have one value")
+        modes = key_quant_mode, value_quant_mode, quant_scale_repo_mode, tile_size, rope_head_dim, attention_mode
+        refuse_unless(modes == (2, 2, 1, 128, 64, 2) and sparse_block_size == 1, f"modes {modes}, {sparse_block_size}")
+        refuse_unless(sparse_mode in (0, 3), f"sparse_mode {sparse_mode}")
+        refuse_unless(key_dequant_scale is None and value_dequant_scale is None, "reserved arguments")
+        refuse_unless(layout_query == "TND" and layout_kv in ("TND", "PA_BSND"), f"layouts {layout_query}, {layout_kv}")
+        tokens, heads, _ = query.shape
+        refuse_unless(heads in (*A2_HEADS, *((48,) if self.strided else ())), f"Q_N {heads}")
+        dense("query", query, (torch.bfloat16,), (None, None, LATENT + ROPE))
+        paged, codes = layout_kv == "PA_BSND", (torch.int8, *((torch.float8_e4m3fn,) if self.strided else ()))
+        shape = (*key.shape[:2], 1, PACKED) if paged else (key.shape[0], 1, PACKED)
+        for name, each in (("key", key), ("value", value)):
+            dense(name, each, codes, shape, stride0=paged and self.strided)
+        refuse_unless(value.data_ptr() == key.data_ptr(), "value is not the tensor of key")
+        queries = lengths_of("actual_seq_lengths_query", actual_seq_lengths_query, None, cumulative=True)
+        keys = lengths_of("actual_seq_lengths_kv", actual_seq_lengths_kv, len(queries), cumulative=not paged)
+        refuse_unless(sum(queries) == tokens, f"{tokens} query tokens, lengths {queries}")
+        if paged:
+            pages_of(block_table, keys, key.shape[0], key.shape[1])
+        else:
+            refuse_unless(block_table is None, "block_table with TND")
+            refuse_unless(sum(keys) == key.shape[0], f"{key.shape[0]} keys, lengths {keys}")
+        starts = torch.tensor([0, *keys[:-1]]).cumsum(0)
+
+        def gather(position: Tensor, owner: Tensor) -> Tensor:
+            if paged:
+                size = key.shape[1]
+                named = key[block_table[owner.unsqueeze(1), position // size].long(), position % size, 0]
+            else:
+                named = key[position + starts[owner].unsqueeze(1), 0]
+            numbers, rope, scales = (
+                part.contiguous() for part in named.view(torch.uint8).split([LATENT, 2 * ROPE, 16], dim=-1)
+            )
+            latent = numbers.view(key.dtype).float() * scales.view(torch.float32).repeat_interleave(tile_size, dim=-1)
+            return torch.cat([latent.bfloat16().float(), rope.view(torch.bfloat16).float()], dim=-1)
+
+        return self._attend(query, sparse_indices, scale_value, gather, queries, keys, sparse_mode, return_softmax_lse)
+
+    def torch_npu_kv_quant_sparse_flash_attention(
+        self, query, key, value, sparse_indices, scale_value, key_quant_mode, value_quant_mode, *, key_dtype=None,
+        value_dtype=None, sinks=None, **keywords,
+    ):  # fmt: skip
+        """That of torch_npu: it returns the output alone."""
+        refuse_unless(key_dtype is None and value_dtype is None and sinks is None, "hifloat8 and sinks are not simulated")
+        modes = {"key_quant_mode": key_quant_mode, "value_quant_mode": value_quant_mode}
+        refuse_unless("return_softmax_lse" not in keywords, "unexpected keyword argument 'return_softmax_lse'")
+        call = self.npu_kv_quant_sparse_flash_attention
+        return call(query, key, value, sparse_indices, scale_value, **modes, **keywords)[0]
+
     def _attend(self, q, sparse_indices, scale, gather, queries, keys, sparse_mode, lse):
         """Out [T, H, 512] bf16; maximum and sum [1, T, H] float32, or two empty tensors."""
         tokens, heads = q.shape[:2]
@@ -205,6 +259,15 @@ SCHEMAS = {
         "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=2, "
         "bool return_softmax_lse=False) -> (Tensor attention_out, Tensor softmax_max, Tensor softmax_sum)"
     ),
+    "npu_kv_quant_sparse_flash_attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, float scale_value, *, int key_quant_mode=1, "
+        "int value_quant_mode=1, Tensor? key_dequant_scale=None, Tensor? value_dequant_scale=None, Tensor? block_table=None, "
+        "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, int sparse_block_size=1, "
+        "str layout_query='BSND', str layout_kv='BSND', int sparse_mode=3, int pre_tokens=9223372036854775807, "
+        "int next_tokens=9223372036854775807, int attention_mode=2, int quant_scale_repo_mode=1, int tile_size=128, "
+        "int rope_head_dim=64, bool return_softmax_lse=False) "
+        "-> (Tensor attention_out, Tensor softmax_max, Tensor softmax_sum)"
+    ),
     "npu_lightning_indexer": (
         "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
         "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', str layout_key='BSND', "
@@ -232,7 +295,7 @@ def torch_npu(operations: Operations, names: tuple[str, ...] = tuple(SCHEMAS)) -
 
     module = ModuleType("torch_npu")
     for name in names:
-        setattr(module, name, getattr(operations, name))
+        setattr(module, name, getattr(operations, f"torch_{name}", getattr(operations, name)))
     assert "torch_npu" not in sys.modules
     sys.modules["torch_npu"] = module
     try:

@@ -69,3 +69,11 @@ def test_weights_are_what_the_family_takes(facts, dtype):
     with vllm_ascend(found), torch_npu(found):
         registry(facts).bind(request_for(facts))(*case(), topk=20)
     assert set(asked) == {dtype}
+
+
+@pytest.mark.parametrize("starts", [[0, 2, 3, 7], [2, 3, 3, 5], [-1, 2, 3, 9]], ids=["all", "tokens of nobody", "cut off"])
+def test_tokens_are_those_of_their_requests(operations, starts):
+    q, weights, cache, _, lengths, table = case()
+    pages = q, weights, cache, torch.tensor(starts, dtype=torch.int32), lengths, table
+    found = registry().bind(request_for(ordered=True))(*pages, topk=20)
+    assert torch.equal(found, INDEXER_SELECT.reference(*pages, topk=20))

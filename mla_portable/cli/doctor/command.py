@@ -77,7 +77,9 @@ def _running(where: str, *, as_json: bool) -> None:
             output.document({"command": "doctor", "ok": found.serves is True, "engine": found})
         else:
             server = f"{found.engine or 'unknown'} at {found.where}"
-            output.show(hanging("engine", server) if "://" in found.where else hanging("log", found.where))
+            log = [hanging("log", found.where), *([hanging("engine", found.engine)] if found.engine else [])]
+            output.show(*([hanging("engine", server)] if "://" in found.where else log))
+            output.show(*([hanging("tested", found.tested)] if found.tested else []))
             output.show(*(hanging("model", name) for name in found.models))
             if found.served:
                 headings = ["primitive", "served by", "device", "processes"]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from mla_portable.cli.doctor.instead import Said
 from mla_portable.engines.common.metrics import LABELS, LOG_LINE, METRIC, NOT_SERVING
 
 _ONE_PROCESS: Final = "process_start_time_seconds"
@@ -77,19 +78,22 @@ class Logged:
 
     Attributes:
         refusals: the first lines in which the plugin does not serve, each once. others: how many further lines there are.
+        engine: what it says of the engine.
     """
 
     served: tuple[Serving, ...]
     refusals: tuple[str, ...]
     others: int
+    engine: Said
 
 
 def in_log(lines: Iterable[str]) -> Logged:
     """What the lines of an engine's log say, in one pass. A line counts once for a process that it names."""
     processes: dict[Serving, set[str]] = {}
     refusals: dict[str, None] = {}
-    others = 0
+    others, said = 0, Said()
     for line in lines:
+        said.read(line[:_LONGEST])
         before, begin, words = line.partition(LOG_LINE)
         if begin:
             named = _PROCESS.search(before[-_LONGEST:])
@@ -103,7 +107,7 @@ def in_log(lines: Iterable[str]) -> Logged:
                 refusals[refusal] = None
             others += refusal not in refusals
     served = tuple(Serving(each.primitive, each.implementation, each.device, len(who)) for each, who in processes.items())
-    return Logged(served, tuple(refusals), others)
+    return Logged(served, tuple(refusals), others, said)
 
 
 def _served(words: str) -> Iterator[Serving]:

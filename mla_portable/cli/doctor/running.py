@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OutOfTime
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from typing import Any, Final, TypeVar
 from urllib.error import HTTPError, URLError
@@ -21,7 +23,9 @@ from urllib.request import urlopen
 
 import typer
 
+from mla_portable.cli.doctor.instead import START_SGLANG, START_VLLM, in_sglang, in_vllm
 from mla_portable.cli.doctor.reading import Serving, in_log, in_metrics, is_of_one_process, unread_in_metrics
+from mla_portable.cli.doctor.tested import how_tested
 from mla_portable.engines.common.metrics import METRIC
 
 _OPTION: Final = "--engine"
@@ -31,10 +35,14 @@ _MOST_BYTES: Final = 16 * 2**20
 """Of an answer. A server's metrics take some hundred kilobytes."""
 _LONGEST_LINE: Final = 2**20
 _PAGES: Final = ("/version", "/v1/models", "/metrics")
+_SGLANG_PAGE: Final = "/server_info"
+"""SGLang's version and options, which its /version does not have."""
 _SHOWN: Final = 200
 """Characters that are shown of a text of a server."""
 _NAMES: Final = {"vllm": "vLLM", "sglang": "SGLang"}
 """What `owned_by` of /v1/models says -> the engine."""
+_ATTENTION: Final = "sparse_"
+"""Primitives of attention begin with it; the indexer's do not."""
 _T = TypeVar("_T")
 
 
@@ -44,12 +52,14 @@ class Running:
 
     Attributes:
         where: as the user named it. engine: name and version, "" where it does not say. models: that it serves.
+        tested: how this version was tested, "" where its engine or version is not known.
         serves: the plugin serves there; None where that cannot be seen. served: what it says of it. why: what speaks against
             it, why it cannot be seen, or what to look at though it serves. remedy: what to do then.
     """
 
     where: str
     engine: str
+    tested: str
     models: tuple[str, ...]
     serves: bool | None
     served: tuple[Serving, ...]
@@ -74,13 +84,25 @@ def _log(where: str, seconds: float) -> Running:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         expected = f"the URL of a server (http://...), or the file of its log (got {where!r}: {why})"
         raise typer.BadParameter(f"must be {expected}", param_hint=_OPTION) from error
-    served = found.served
+    served, said = found.served, found.engine
+    engine = " ".join(filter(None, (said.engine, said.version)))
+    running = partial(Running, where, engine, how_tested(said.engine, said.version), ())
     refused = (*found.refusals, *((f"and {found.others} further lines of this kind",) if found.others else ()))
     if served:
-        return Running(where, "", (), True, served, (*refused, *_slow(served)))
-    why = refused or ("no line of the plugin says that it serves",)
-    remedy = "run `mla-portable doctor` where the engine runs: it says whether the engine loads the plugin"
-    return Running(where, "", (), False, (), why, remedy)
+        alone = _alone(served, said.engine, ", ".join(said.stock)) if said.stock else ()
+        return running(True, served, (*refused, *alone, *_slow(served)))
+    if refused:
+        return running(False, (), refused, "do what these lines say, or run `mla-portable doctor` where the engine runs")
+    serves, why, remedy = in_sglang(said.implementations, said.hooks) if said.engine == "SGLang" else in_vllm(said)
+    return running(serves, (), (why,), remedy)
+
+
+def _alone(served: Iterable[Serving], engine: str, whose: str) -> tuple[str, ...]:
+    """What to say where the plugin serves the indexer alone. whose: what of the engine computes attention."""
+    start = {"vLLM": START_VLLM, "SGLang": START_SGLANG}.get(engine)
+    if start is None or any(each.primitive.startswith(_ATTENTION) for each in served):
+        return ()
+    return (f"the plugin serves the indexer alone; attention is computed by {whose} of {engine}: {start}",)
 
 
 def _lines(where: str, seconds: float) -> Iterator[str]:
@@ -116,28 +138,45 @@ class _Timed(io.FileIO):
 
 def _server(where: str, seconds: float) -> Running:
     url = where.rstrip("/").removesuffix("/v1")
-    version, models, metrics = _within(seconds, url, lambda: [_get(url, path, seconds) for path in _PAGES])
+    version, models, metrics, options = _within(seconds, url, lambda: _pages(url, seconds))
     owner, names = _models(models)
-    engine = " ".join(filter(None, (_NAMES.get(owner, owner), _text(_object(version).get("version")))))
+    found = _text(_object(version).get("version")) or _text(options.get("version"))
+    name = _NAMES.get(owner, owner)
+    running = partial(Running, where, " ".join(filter(None, (name, found))), how_tested(name, found), names)
     served, unread = (), ()
     if metrics is not None:
         served, unread = in_metrics(metrics), unread_in_metrics(metrics)
     odd = (f"samples of {METRIC} that cannot be read: {len(unread)}, such as {unread[0][-_SHOWN:]!r}",) if unread else ()
     if served:
-        return Running(where, engine, names, True, served, (*odd, *_slow(served)))
+        return running(True, served, (*odd, *_alone(served, name, "kernels"), *_slow(served)))
     look = f"`mla-portable doctor {_OPTION} FILE` looks at its log"
     if metrics is None:
         remedy = f"start SGLang with --enable-metrics; or {look}" if owner == "sglang" else look
-        return Running(where, engine, names, None, (), ("the server has no /metrics",), remedy)
+        return running(None, (), ("the server has no /metrics",), remedy)
     if odd:
-        return Running(where, engine, names, None, (), odd, f"ask the server itself, not a proxy; or {look}")
+        return running(None, (), odd, f"ask the server itself, not a proxy; or {look}")
     if is_of_one_process(metrics):
         why = "its /metrics are those of the process that answers, and layers run in others"
         remedy = f"start it with PROMETHEUS_MULTIPROC_DIR set to an empty folder; or {look}"
-        return Running(where, engine, names, None, (), (why,), remedy)
+        return running(None, (), (why,), remedy)
     why = f"its /metrics are those of all its processes, and none has {METRIC}"
-    remedy = f"run `mla-portable doctor` where the engine runs; {look}"
-    return Running(where, engine, names, False, (), (why,), remedy)
+    if owner == "sglang":
+        pair = tuple(_text(options.get(f"dsa_{step}_backend")) for step in ("prefill", "decode"))
+        _, serving, remedy = in_sglang((pair[0], pair[1]) if all(pair) else None, hooks=None)
+        return running(False, (), (f"{serving}; {why}",), f"{remedy}; {look}")
+    if owner == "vllm":
+        return running(False, (), (f"another backend serves: {why}",), f"{START_VLLM}; {look}, which names the backend")
+    return running(False, (), (why,), f"run `mla-portable doctor` where the engine runs; {look}")
+
+
+def _pages(url: str, seconds: float) -> tuple[str | None, str | None, str | None, dict[str, Any]]:
+    """What a server answers at `_PAGES`, and SGLang's options, {} where it does not say them. Raises: typer.BadParameter."""
+    version, models, metrics = (_get(url, path, seconds) for path in _PAGES)
+    options: dict[str, Any] = {}
+    if _models(models)[0] == "sglang":
+        with suppress(typer.BadParameter):  # it asks its schedulers, which may not answer
+            options = _object(_get(url, _SGLANG_PAGE, seconds / 4))
+    return version, models, metrics, options
 
 
 def _slow(served: Iterable[Serving]) -> tuple[str, ...]:

@@ -41,6 +41,10 @@ class PoolRows:
         self._write, self._gather = (each.call for each in bound)
         self._slots = torch.arange(_SLOTS, dtype=torch.int64, device=device)
         self._start = torch.zeros(1, dtype=torch.int32, device=device)
+        latent, rope = (
+            torch.zeros((1, width), dtype=torch.bfloat16, device=device) for width in (layout.value_width, layout.rope_width)
+        )
+        self.gather(self.quantise(latent, rope), self._slots[:1])  # their kernels are made now, not for a request
 
     def quantise(self, k_nope: Tensor, k_rope: Tensor) -> Tensor:
         """k_nope [T, 512] and k_rope [T, 64 or 0] bf16 as rows [T, 656 or 528] uint8: codes, float32 scales, rope."""

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention
+from mla_portable.choose import get_registry
 from mla_portable.contracts import DeviceFacts
 from mla_portable.engines.common.prompt_route import plan_where_faster, prompt_attention
+from mla_portable.engines.common.warm_up import warm_prompts
 from mla_portable.engines.sglang import model
 from mla_portable.engines.sglang.seams import BACKEND_MODULE, LAYER_MODULE
 from mla_portable.engines.sglang.settings import logger
@@ -175,7 +177,14 @@ def prompts(backend: Any, model_runner: Any, spec: AttentionSpec, facts: DeviceF
     wide = replace(spec, max_num_tokens=tokens, max_num_reqs=min(tokens, spec.max_num_reqs), softmax_scale=config.scaling)
     found = prompt_attention(wide, dims, facts, torch.device(model_runner.device), logger)
     parallel = getattr(import_module(BACKEND_MODULE), "is_dsa_enable_prefill_cp", lambda: False)
-    return None if found is None or found.times is None else Prompts(found, found.times, parallel)
+    if found is None or found.times is None:
+        return None
+    kind = wide, dims, found.device
+    warmed: set[tuple[object, ...]] = get_registry().keep("SGLang's warmed prompts", set)
+    if kind not in warmed:  # those of a draft's backend objects are the target's
+        warm_prompts(found)
+        warmed.add(kind)
+    return Prompts(found, found.times, parallel)
 
 
 def _in_graph() -> bool:

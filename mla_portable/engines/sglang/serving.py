@@ -22,6 +22,7 @@ from mla_portable.contracts import InvalidArgument, StepLengths
 from mla_portable.contracts.values import device_of
 from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import decide_route, route_pairs, served_by
+from mla_portable.engines.common.warm_up import warm_slots
 from mla_portable.engines.sglang import index_codes, model, pool_rows, prompts, settings, stock, topk
 from mla_portable.layouts import LAYOUTS
 
@@ -177,8 +178,10 @@ def _rows(lengths: Tensor | None, num_tokens: int) -> Tensor | None:
 
 
 def _attention(spec: AttentionSpec, device: torch.device, *, clean: bool) -> SlotAttention:
-    """One for all backend objects of a spec. SGLang's lists end with -1 behind a row's clipped length, and its own methods give
-    them to FlashMLA as they are: the slots are clean, but for those of an indexer of pools of keys, which it does not give it.
+    """One for all backend objects of a spec, whose calls were made once: no request waits for a kernel.
+
+    SGLang's lists end with -1 behind a row's clipped length, and its own methods give them to FlashMLA as they are: the slots
+    are clean, but for those of an indexer of pools of keys, which it does not give it.
     """
     shared = _shared()
     found = shared.get((spec, device, clean))
@@ -187,6 +190,7 @@ def _attention(spec: AttentionSpec, device: torch.device, *, clean: bool) -> Slo
         found = SlotAttention(decision.spec, device=device, clean_slots=clean, route_decision=decision)
         if spec.graph and not decision.spec.graph:
             _log_without_graphs(str(found.facts))
+        warm_slots(found)
         shared[spec, device, clean] = found
         publish(found.facts.name, route_pairs(found.route_decision), settings.logger)
     return found

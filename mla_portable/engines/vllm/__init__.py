@@ -9,6 +9,7 @@ writer    who writes the cache, with which scales    prompts   prompts over keys
 settings  environment variables                      compat    all that differs between versions of vLLM
 status    what `mla-portable doctor` says about it       registration  what it declares to the registry
 selections  which layers attend to one selection
+warm_up   the layers' warm-up inside of vLLM's own
 
 projecting        layers that leave the products with W_UK and W_UV to their implementation
 context_parallel  this rank's share of each sequence, and the collective of its indexer

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument
 from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import pairs, route_pairs, served_by
@@ -61,18 +59,12 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         )
         followed = selections.leaders(vllm_config)
         leads = any(leader in impls for leader in followed.values())
+        buffers = scratch.step_buffers(resolved, vllm_config, device)
+        if leads and buffers is not None:
+            buffers = scratch.keep(buffers, resolved.spec)
+        self.attention = model.bind(resolved, device, buffers)
         with neutral_defaults():
-            buffers, join = scratch.step_buffers(resolved, vllm_config, device), compat.query_joiner()
-            if leads and buffers is not None:
-                buffers = scratch.keep(buffers, resolved.spec)
-            self.attention = SparseMLAAttention(
-                resolved.spec, device=device, buffers=buffers, join_query=join, route_decision=resolved.decision
-            )
-            # Lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far.
-            config = replace(self.attention.planner_config(), block_size=None)
-            if config.schedule_kind is not None and config.schedule_kind.assumes_topk:
-                config = replace(config, few_tokens=compat.few_decode_tokens())
-            self.planner = Planner(config)
+            self.planner = Planner(model.planner_config(self.attention))
         microbatches = compat.runs_microbatches(vllm_config)
         self._workspace = None if buffers is None or microbatches else compat.workspace_manager()
         for impl in impls:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 from weakref import WeakSet, ref
 
@@ -13,8 +15,11 @@ from vllm.config import get_current_vllm_config_or_none
 
 from mla_portable.attention import PromptAttention, SparseMLAAttention, StepBuffers
 from mla_portable.contracts import InvalidArgument
-from mla_portable.engines.vllm import compat, model, prompts, scratch
+from mla_portable.engines.common import warm_up as warming
+from mla_portable.engines.common.routing import route_pairs
+from mla_portable.engines.vllm import compat, model, prompts, scratch, warm_up
 from mla_portable.engines.vllm.metadata import MLAPortableMetadata
+from mla_portable.engines.vllm.settings import logger
 from mla_portable.engines.vllm.writer import Writer
 from mla_portable.kit.rules import check_tensor
 from mla_portable.layouts import KV_LORA_RANK
@@ -77,9 +82,11 @@ class MLAPortableImpl(compat.IMPL_BASE):
         self.head_dims = prompts.head_dims(arguments)
         self._project = arguments.get("kv_b_proj")
         self._prompts: PromptAttention | None = None
+        self._resolved: model.Resolved | None = None
         config = get_current_vllm_config_or_none()
         if config is not None:
-            self._prompts = prompts.attention(self._reserve(config), config, self.head_dims)
+            self._resolved = self._reserve(config)
+            self._prompts = prompts.attention(self._resolved, config, self.head_dims)
             self.supports_dense_mha_prefill = self.masked_mha_available = self._prompts is not None
 
     def _reserve(self, config: Any) -> model.Resolved:
@@ -126,6 +133,42 @@ class MLAPortableImpl(compat.IMPL_BASE):
             remedy = "Start vLLM with --dtype bfloat16."
             raise InvalidArgument("vLLM", "dtype", got=act_dtype, expected="torch.bfloat16", remedy=remedy)
 
+    def warm_up(self, vllm_config: Any, kv_cache: Tensor | None) -> None:
+        """Make what this layer's steps need, unless a layer of its kind did.
+
+        kv_cache: the layer's own, which is neither read nor written: blocks lie as in it. None before there is one.
+        Raises: whatever a call of the layer raises.
+        """
+        if self._resolved is None:
+            return
+        resolved, attention = self._resolved, self._attention() if self._attention is not None else None
+        if attention is not None:
+            resolved = replace(resolved, spec=attention.spec, decision=attention.route_decision)
+        stride = whole = resolved.spec.block_size * resolved.spec.layout.row_width
+        if kv_cache is not None and len(kv_cache) > 1 and kv_cache.shape[1] == resolved.spec.block_size:
+            stride = self._rows(kv_cache).stride(0)
+        stride = None if stride == whole else stride
+        kind = resolved.spec, route_pairs(resolved.decision), resolved.writer, self.head_dims, self._prompts is None, stride
+        if kind in warm_up.warmed():
+            return
+        device = compat.device()
+        if attention is None:
+            buffers = scratch.step_buffers(resolved, vllm_config, device)
+            attention = model.bind(resolved, device, buffers)
+        begin, cache = time.perf_counter(), warming.scratch_cache(resolved.spec, attention.device, stride)
+        config = model.planner_config(attention)
+        warming.warm_layer(attention, config, kv_cache=cache, writes=resolved.writer.who != "vllm")
+        if self._prompts is not None:
+            project = self._project
+            warming.warm_prompts(self._prompts, None if project is None else lambda rows: project(rows)[0], kv_cache=cache)
+        warm_up.warmed().add(kind)
+        logger.info("mla_portable made what its layers need in %.1f s", time.perf_counter() - begin)
+
+    def reserve_workspace(self) -> None:
+        """Called by vLLM 0.33 while it profiles memory: what a step of prompts allocates, and frees."""
+        if self._prompts is not None:
+            torch.empty(self._prompts.scratch_bytes, dtype=torch.uint8, device=self._prompts.device)
+
     def record_logical_topk_ready(self) -> None:
         """Called by vLLM 0.33 when the indexer's kernels are enqueued; nothing to do, everything here is on the same stream."""
 
@@ -139,8 +182,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
         Raises: InvalidArgument when no builder was made for the layer yet.
         """
         if kv_cache.numel() == 0:  # vLLM profiles before there is a cache
-            if self._prompts is not None:  # what a step of prompts allocates
-                kv_cache.new_empty(self._prompts.scratch_bytes, dtype=torch.uint8)
+            self.reserve_workspace()
             return
         attention = self._attention() if self._attention is not None else None
         if attention is None or self._writer is None:

@@ -13,20 +13,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import SelectionMerge
 from mla_portable.choose import get_registry
-from mla_portable.contracts import ContextShare, InvalidArgument, Request
+from mla_portable.contracts import (
+    ContextShare,
+    DecodeSchedule,
+    InvalidArgument,
+    LengthsPlanner,
+    Request,
+    ScheduleKind,
+    ScheduleLimits,
+    SchedulePlanner,
+    StepLengths,
+)
 from mla_portable.engines.common.index_keys import facts_of_pages, kind_of_pages
 from mla_portable.engines.common.metrics import publish
 from mla_portable.engines.common.routing import bind_for, in_words, pairs
+from mla_portable.engines.common.warm_up import warm_indexer
 from mla_portable.engines.vllm import compat, settings
 from mla_portable.engines.vllm.context_parallel import gather_from_ranks
 from mla_portable.engines.vllm.model import BLOCK_SIZE
@@ -54,6 +66,7 @@ class Requests:
     Attributes:
         query_start_loc: [R + 1] int32, relative to `first`. seq_lens: [R] int32. block_table: [R, columns] int32.
         longest: no sequence is longer, by what the host knows.
+        schedules: of the step's decodes, for each BoundIndexer whose indexer_select takes one.
     """
 
     first: int
@@ -62,6 +75,7 @@ class Requests:
     seq_lens: Tensor
     block_table: Tensor
     longest: int
+    schedules: dict[BoundIndexer, DecodeSchedule] = field(default_factory=dict, init=False, repr=False)
     _narrow: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def table(self, block_size: int, *, whole: bool) -> Tensor:
@@ -107,17 +121,67 @@ def plan_step(common: Any, num_decodes: int, num_decode_tokens: int) -> IndexerS
             begins = begins - num_decode_tokens
         known = compat.host_lengths(common, common.query_start_loc_cpu.numpy()[:num_reqs])
         longest = common.max_seq_len if known is None else known[num_decodes:].max()
-        # copied, because kernels are compiled apart for tensors that are not aligned to 16 bytes
-        some = begins, lengths[num_decodes:num_reqs].clone(), table[num_decodes:num_reqs]
+        some = begins, lengths[num_decodes:num_reqs], table[num_decodes:num_reqs]
         parts.append(Requests(num_decode_tokens, num_tokens, *some, int(longest)))
     return IndexerStep(num_tokens, tuple(parts))
 
 
-@dataclass(frozen=True, slots=True)
+class IndexerSchedules:
+    """The schedules of indexer_select for the steps of one of vLLM's metadata builders, made once a step for all layers.
+
+    A builder has planners of its own: microbatches are planned side by side, each by its builder.
+    """
+
+    def __init__(self, max_num_rows: int, max_query_len: int) -> None:
+        """max_num_rows: most tokens of a step, graph padding included. max_query_len: of a request that decodes."""
+        self._max_num_rows, self._max_query_len = max_num_rows, max_query_len
+        self._planners: dict[BoundIndexer, SchedulePlanner | LengthsPlanner] = {}
+
+    def plan(self, step: IndexerStep, common: Any, num_decodes: int) -> None:
+        """Plan the decodes of a step where their requests have equally many tokens. No synchronisation.
+
+        Layers call without one where their indexer was not bound yet, as in vLLM's profiling run, and while they are captured.
+        """
+        planned = [each for each in _indexers().values() if each.kind is not None]
+        if not planned or not num_decodes:
+            return
+        decodes = step.parts[0]
+        starts = common.query_start_loc_cpu.numpy()[: num_decodes + 1]
+        query_len = int(starts[1])
+        uniform = query_len * num_decodes == decodes.last and (np.diff(starts) == query_len).all()
+        if not uniform or not 1 <= query_len <= self._max_query_len:
+            return
+        host = compat.host_lengths(common, starts[:-1])
+        lengths = StepLengths(host, decodes.seq_lens)
+        for bound in planned:
+            assert bound.kind is not None
+            planner = self._planners.get(bound)
+            if planner is None:
+                planner = self._planners[bound] = bound.kind.planner(self._limits(bound, decodes.seq_lens.device))
+            decodes.schedules[bound] = bound.kind.schedule(planner, num_decodes, query_len, lengths)
+
+    def _limits(self, bound: BoundIndexer, device: torch.device) -> ScheduleLimits:
+        request = bound.request
+        assert request is not None  # where there is a kind
+        facts = request.device
+        return ScheduleLimits(
+            device=device,
+            num_heads=request.num_heads or 1,
+            topk=bound.topk,
+            max_num_rows=self._max_num_rows,
+            max_query_len=self._max_query_len,
+            num_sms=facts.num_sms,
+            arch=facts.arch,
+            request=request,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BoundIndexer:
     """The callables that serve layers of one kind. `graph`: indexer_select may be captured in a CUDA graph.
 
     `write` is None where vLLM's own operator writes. `share`: what the cache holds. `merge` is None where that is everything.
+    `request`: what indexer_select is bound for. `kind`: of its schedules, None where it takes none.
     """
 
     select: IndexerSelect
@@ -129,6 +193,8 @@ class BoundIndexer:
     scale_format: str
     share: ContextShare
     is_capturing: Callable[[], bool]
+    request: Request[IndexerSelect] | None = None
+    kind: ScheduleKind | None = None
 
     def write_keys(self, k: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Write keys [T, 128] of new tokens to slots [T] int64, negative = skip."""
@@ -152,7 +218,10 @@ class BoundIndexer:
                 continue
             pages = kv_cache, part.query_start_loc, part.seq_lens, part.table(self.block_size * share.size, whole=whole)
             if self.merge is None or scores is None:
-                self.select(q[rows], weights[rows], *pages, topk=self.topk, out=out[rows])
+                # A replay would read what its own step planned, and padding gives that other shapes than the captured one
+                schedule = None if whole else part.schedules.get(self)
+                planned: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
+                self.select(q[rows], weights[rows], *pages, topk=self.topk, out=out[rows], **planned)
             else:
                 own = {"out": out[rows], "scores_out": scores[rows], **share.arguments}
                 self.select(q[rows], weights[rows], *pages, topk=self.topk, **own)
@@ -171,22 +240,38 @@ def _indexers() -> dict[tuple[object, ...], BoundIndexer]:
 
 
 def indexer_for(
-    kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, *, scale_format: str, share: ContextShare, reason: str
+    kv_cache: Tensor,
+    num_heads: int,
+    topk: int,
+    device: torch.device,
+    *,
+    scale_format: str,
+    share: ContextShare,
+    longest: int,
+    reason: str,
 ) -> BoundIndexer:
     """The indexer of layers with this cache, `index_fp8`; before there is a cache, of one in whole rows of blocks of 64.
 
     Args:
         scale_format: "ue8m0", or what else vLLM calls it. share: what the cache holds of each sequence.
-        reason: why this indexer serves, for the log.
-    Binds and tries implementations at the first call of a kind, which belongs outside of CUDA graphs: vLLM's profiling run.
+        longest: tokens of the longest sequence. reason: why this indexer serves, for the log.
+    Binds and tries implementations at the first call of a kind, and makes what its steps need, which belongs outside of CUDA
+    graphs: vLLM's profiling run.
     Raises: UnsupportedRequest, with every reason, when nothing serves the indexer here; InvalidArgument for another cache.
     """
-    key = device, num_heads, topk, scale_format, share, kind_of_pages(kv_cache) if kv_cache.numel() else None
+    pages = kind_of_pages(kv_cache) if kv_cache.numel() else _first_kind(device)
+    key = device, num_heads, topk, scale_format, share, pages
     bound = _indexers()
     found = bound.get(key)
     if found is None:
-        found = bound[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, reason)
+        found = bound[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, longest, reason)
     return found
+
+
+@cache
+def _first_kind(device: torch.device) -> tuple[object, ...]:
+    """That of a cache of pages one behind the other, for which vLLM's profiling run binds."""
+    return kind_of_pages(_pages_like(torch.empty(0), device, 2))
 
 
 def can_capture() -> bool:
@@ -195,7 +280,14 @@ def can_capture() -> bool:
 
 
 def _bind(
-    kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, scale_format: str, share: ContextShare, reason: str
+    kv_cache: Tensor,
+    num_heads: int,
+    topk: int,
+    device: torch.device,
+    scale_format: str,
+    share: ContextShare,
+    longest: int,
+    reason: str,
 ) -> BoundIndexer:
     facts: dict[str, Any] = {"kv_layout": INDEX_FP8.name, "block_size": BLOCK_SIZE}
     if kv_cache.numel():
@@ -229,30 +321,32 @@ def _bind(
     select = by[INDEXER_SELECT]
     write = by.get(INDEXER_CACHE_WRITE)
     merge = SelectionMerge(share, topk, by[TOPK_SELECT], gather_from_ranks, device) if shared else None
-    _run_once(select, num_heads, topk, device, share)
+    warm_indexer(
+        select,
+        partial(_pages_like, kv_cache, device),
+        num_heads=num_heads,
+        topk=topk,
+        longest=longest,
+        dtype=torch.float8_e4m3fn,
+        share=share,
+    )
     publish(here.name, served, settings.logger)
     words = in_words(served) + ("" if write else ", keys written by vLLM")
     _log_server(f"{here}, {num_heads} heads, top-{topk}: {words}", reason)
     capturing = accelerator(device).is_capturing
-    graph, block_size = bound[0].request.graph, facts["block_size"]
-    return BoundIndexer(select, write, merge, graph, topk, block_size, scale_format, share, capturing)
+    chosen, block_size = bound[0], facts["block_size"]
+    kind = None if shared else chosen.implementation.schedule_kind
+    own = chosen.request.graph, topk, block_size, scale_format, share, capturing, chosen.request, kind
+    return BoundIndexer(select, write, merge, *own)
 
 
-def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device, share: ContextShare) -> None:
-    """A decode and a prefill over empty pages, so that kernels are compiled now and not for a user's first request."""
-    tokens, int32 = 8, torch.int32
-    with neutral_defaults():
-        q = torch.zeros((tokens, num_heads, INDEX_HEAD_SIZE), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        weights = torch.zeros((tokens, num_heads), device=device)
-        pages = torch.zeros((2, BLOCK_SIZE, INDEX_FP8.row_width), dtype=torch.uint8, device=device)
-        table, lengths = (torch.ones((1, 2), dtype=int32, device=device), torch.full((1,), tokens, dtype=int32, device=device))
-        out = torch.empty((tokens, topk), dtype=int32, device=device)
-        for first in (tokens - 1, 0):
-            starts = torch.tensor([0, tokens - first], dtype=int32, device=device)
-            own: dict[str, Any] = {"out": out[first:], **share.arguments}
-            if share.size > 1:
-                own["scores_out"] = torch.empty(own["out"].shape, device=device)
-            select(q[first:], weights[first:], pages, starts, lengths, table, topk=topk, **own)
+def _pages_like(kv_cache: Tensor, device: torch.device, count: int) -> Tensor:
+    """Pages of zeros that lie as those of the cache; before there is one, one behind the other."""
+    if not kv_cache.numel():
+        return torch.zeros((count, BLOCK_SIZE, INDEX_FP8.row_width), dtype=torch.uint8, device=device)
+    apart = kv_cache.stride(0) if len(kv_cache) > 1 else kv_cache[0].numel()
+    memory = torch.zeros(count * apart, dtype=torch.uint8, device=device)
+    return memory.as_strided((count, *kv_cache.shape[1:]), (apart, *kv_cache.stride()[1:]))
 
 
 @cache

@@ -38,6 +38,8 @@ from mla_portable.engines.vllm.imports import when_imported
 
 _STEP: Final = "mla_portable_step"
 """The attribute of vLLM's indexer metadata that holds an IndexerStep."""
+_SCHEDULES: Final = "mla_portable_schedules"
+"""The attribute of vLLM's builder of it that holds IndexerSchedules."""
 _CAPTURED: Final = "mla_portable_captured"
 """The attribute of vLLM's builder that says that a step is described for a CUDA graph."""
 _FP8_IN_TRITON: Final = (8, 9)
@@ -125,6 +127,7 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
         all_metadata = context.attn_metadata
         share = share_of(call.get("dcp_world_size", 1), call.get("dcp_rank", 0), call.get("cp_kv_cache_interleave_size", 1))
         kind: dict[str, Any] = {"scale_format": scale_format, "share": share, "reason": choice.reason}
+        kind["longest"] = call["max_model_len"]
         if not isinstance(all_metadata, dict):  # vLLM profiles memory, or a rank has nothing to do
             bound = indexer.indexer_for(kv_cache, q.shape[1], topk, q.device, **kind)
             torch.empty(bound.scratch_bytes(q.shape[0]), dtype=torch.uint8, device=q.device)
@@ -251,11 +254,17 @@ def extend_builder(module: Any) -> None:
     @functools.wraps(build)
     def with_step(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        from mla_portable.engines.vllm import indexer, indexer_choice
+        from mla_portable.engines.vllm import compat, indexer, indexer_choice
 
         choice, captured = indexer_choice.current(), getattr(self, _CAPTURED, False)
         if getattr(self, "compress_ratio", 1) == 1 and choice.fuses(metadata, common_attn_metadata, captured=captured):
             step = indexer.plan_step(common_attn_metadata, metadata.num_decodes, metadata.num_decode_tokens)
+            schedules = getattr(self, _SCHEDULES, None)
+            if schedules is None:
+                most = self.vllm_config.scheduler_config.max_num_batched_tokens
+                schedules = indexer.IndexerSchedules(most, compat.decode_query_len(self.vllm_config))
+                setattr(self, _SCHEDULES, schedules)
+            schedules.plan(step, common_attn_metadata, metadata.num_decodes)
             setattr(metadata, _STEP, step)
         return metadata
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from mla_portable.attention import AttentionSpec, RouteDecision, UnsupportedRoute
+from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention, StepBuffers, UnsupportedRoute
 from mla_portable.choose import get_registry
 from mla_portable.contracts import DeviceFacts, InvalidArgument, MLAPortableError
 from mla_portable.engines.common.routing import decide_route
@@ -18,6 +18,7 @@ from mla_portable.engines.vllm.context_parallel import context_share
 from mla_portable.engines.vllm.writer import Writer, choose_writer
 from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, LAYOUTS
+from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 
 BLOCK_SIZE: Final = 64
@@ -119,6 +120,27 @@ def resolve(
     if decision.chosen is None:
         raise UnsupportedRoute(decision)
     return Resolved(decision.spec, decision, writer)
+
+
+def bind(resolved: Resolved, device: torch.device, buffers: StepBuffers | None) -> SparseMLAAttention:
+    """The attention of layers that are served as `resolved`."""
+    with neutral_defaults():
+        return SparseMLAAttention(
+            resolved.spec,
+            device=device,
+            buffers=buffers,
+            join_query=compat.query_joiner(),
+            route_decision=resolved.decision,
+        )
+
+
+def planner_config(attention: SparseMLAAttention) -> PlannerConfig:
+    """Of the planner of vLLM's steps."""
+    # Lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far.
+    config = replace(attention.planner_config(), block_size=None)
+    if config.schedule_kind is not None and config.schedule_kind.assumes_topk:
+        config = replace(config, few_tokens=compat.few_decode_tokens())
+    return config
 
 
 def _likely_scales() -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from mla_portable.engines.vllm import auto, indexer_seams, settings
+from mla_portable.engines.vllm import auto, indexer_seams, settings, warm_up
 from mla_portable.engines.vllm.v4 import choice as v4_choice
 
 BACKEND_PATH: Final = "mla_portable.engines.vllm.backend.MLAPortableBackend"
@@ -32,6 +32,7 @@ def register() -> None:
     if settings.indexer() != "off":
         indexer_seams.install()
     v4_choice.install()
+    warm_up.install()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     _claim(AttentionBackendEnum.CUSTOM, BACKEND_PATH)

@@ -44,8 +44,8 @@ def step_buffers(resolved: Resolved, vllm_config: Any, device: torch.device) -> 
         named = {name: tensor for name in _NAMES if (tensor := getattr(wanted, name)) is not None}
         if compat.runs_microbatches(vllm_config):
             device = torch.empty(0, device=device).device  # with its index
-            shared: dict[str, Any] = {name: _shared_tensor(device, name, tensor) for name, tensor in named.items()}
-            return StepBuffers(**shared)
+            ours: dict[str, Any] = {name: _shared_tensor(device, name, tensor) for name, tensor in named.items()}
+            return StepBuffers(**ours)
         try:
             manager = compat.workspace_manager()
             found = None if manager is None else _borrow(manager, named.values())
@@ -55,8 +55,8 @@ def step_buffers(resolved: Resolved, vllm_config: Any, device: torch.device) -> 
             expected = f"{need} bytes for {tokens} tokens of {heads} heads before the workspace is locked"
             remedy = "Lower --max-num-batched-tokens or --max-model-len."
             raise InvalidArgument("vLLM", "workspace", got=str(error), expected=expected, remedy=remedy) from error
-    borrowed: dict[str, Any] = {} if found is None else dict(zip(named, found, strict=True))
-    return StepBuffers(**borrowed) if borrowed else None
+    lent: dict[str, Any] = {} if found is None else dict(zip(named, found, strict=True))
+    return StepBuffers(**lent) if lent else None
 
 
 def keep(buffers: StepBuffers, spec: AttentionSpec) -> StepBuffers:

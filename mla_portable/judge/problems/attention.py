@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_portable.judge.problems import exact
 from mla_portable.judge.problems.compare import Finding, Symptom, Tolerance, close, cosine, limit_of
-from mla_portable.layouts import KV_LORA_RANK, CacheLayout
+from mla_portable.layouts import KV_LORA_RANK, Cache, CacheLayout
 
 SOFTMAX_SCALE: Final = 192**-0.5
 """That of DeepSeek-V3's 128 + 64 wide queries, which absorbed weights do not change."""
@@ -68,15 +68,17 @@ TOLERANCES: Final = {
 
 def attend(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, 512] and lse [T, H], float64, one query row at a time; kv is a workspace or a paged cache.
@@ -86,36 +88,40 @@ def attend(
     """
     own = exact.plugin_layout(kv_layout)
     width = KV_LORA_RANK if own is None else own.value_width
-    queries = q.detach().cpu().double()
+    queries = _scaled(q.detach().cpu().double(), q_scale)
     sink = None if attn_sink is None else attn_sink.detach().cpu().double()
     out = torch.empty((*queries.shape[:2], width), dtype=torch.float64, device="cpu")
     lse = torch.empty(queries.shape[:2], dtype=torch.float64, device="cpu")
     second = None if extra_kv_cache is None else (extra_kv_cache, extra_indices, extra_lengths)
-    for token, (keys, times) in enumerate(_union(queries, (kv, indices, lengths), second, own)):
+    for token, (keys, times) in enumerate(_union(queries, (kv, indices, lengths), second, own, kv_scale)):
         out[token], lse[token] = _attend_row(queries[token], keys, times, width, softmax_scale, sink)
     return out, lse
 
 
 def score_terms(
     q: Tensor,
-    kv: Tensor,
+    kv: Cache,
     indices: Tensor,
     *,
     softmax_scale: float,
     lengths: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
+    extra_kv_cache: Cache | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> Tensor:
     """[T, H] float64: the magnitudes of the products of a score added up, on average over keys by their weights.
 
     An error of each score by a share of its terms moves the lse by that share of this.
     """
-    queries = q.detach().cpu().double()
+    queries = _scaled(q.detach().cpu().double(), q_scale)
     terms = torch.zeros(queries.shape[:2], dtype=torch.float64, device="cpu")
     second = None if extra_kv_cache is None else (extra_kv_cache, extra_indices, extra_lengths)
-    for token, (keys, times) in enumerate(_union(queries, (kv, indices, lengths), second, exact.plugin_layout(kv_layout))):
+    for token, (keys, times) in enumerate(
+        _union(queries, (kv, indices, lengths), second, exact.plugin_layout(kv_layout), kv_scale)
+    ):
         if len(keys):
             weights = (softmax_scale * (queries[token] @ keys.T) + times.double().log()).softmax(dim=1)  # [H, n]
             terms[token] = softmax_scale * (weights * (queries[token].abs() @ keys.abs().T)).sum(dim=1)
@@ -123,29 +129,35 @@ def score_terms(
 
 
 def _union(
-    queries: Tensor, first: tuple[Any, ...], second: tuple[Any, ...] | None, own: CacheLayout | None
+    queries: Tensor, first: tuple[Any, ...], second: tuple[Any, ...] | None, own: CacheLayout | None, kv_scale: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each query row the keys [n, width of `queries`] float64 that either list names, and how often each is named [n]."""
-    width, each = queries.shape[-1], _chosen_keys(own, *first)
+    width, each = queries.shape[-1], _chosen_keys(own, kv_scale, *first)
     if second is None:
         yield from ((keys[:, :width], times) for keys, times in each)
         return
-    for (keys, times), (more_keys, more_times) in zip(each, _chosen_keys(own, *second), strict=True):
+    for (keys, times), (more_keys, more_times) in zip(each, _chosen_keys(own, kv_scale, *second), strict=True):
         yield torch.cat([keys, more_keys])[:, :width], torch.cat([times, more_times])
 
 
 def _chosen_keys(
-    own: CacheLayout | None, kv: Tensor, indices: Tensor, lengths: Tensor | None
+    own: CacheLayout | None, kv_scale: Tensor | None, kv: Cache, indices: Tensor, lengths: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each query row the keys [n, 576] float64, and how often each is named [n]."""
-    cache, index = kv.detach().cpu(), indices.cpu().long()
+    cache, index = exact.on_cpu(kv), indices.cpu().long()
     limits = [index.shape[1]] * index.shape[0] if lengths is None else lengths.tolist()
-    num_slots = cache.shape[0] if cache.dim() == 2 else cache.shape[0] * cache.shape[1]
+    flat = isinstance(kv, Tensor) and kv.dim() == 2
+    num_slots = len(cache) if flat else math.prod(exact.blocks_of(cache))
     for token, limit in enumerate(limits):
         named = index[token, : max(0, limit)]
         named, times = named[(named >= 0) & (named < num_slots)].unique(return_counts=True)
         latent, rope = exact.token_values(cache, named, own)
-        yield torch.cat([latent, rope.double()], dim=1), times
+        yield _scaled(torch.cat([latent, rope.double()], dim=1), kv_scale), times
+
+
+def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
+    """float64, times a scale of one element where there is one."""
+    return values if scale is None else values * scale.detach().cpu().double()
 
 
 def _attend_row(

@@ -66,6 +66,7 @@ def _level_params(implementation: Implementation, facts: DeviceFacts, level: str
     yield from _second_caches(implementation, facts, level, axes, budget)
     yield from _edges(implementation, facts, level, axes)
     yield from _nope(implementation, facts, level, axes, budget)
+    yield from _scaled_queries(implementation, facts, level, axes, budget)
     yield from published_attention(implementation, facts, level)
 
 
@@ -75,7 +76,7 @@ def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dic
     flags = {name: accepted(implementation, facts, name, [False, True]) for name in ("attn_sink", "lengths")}
     sizes: list[int | None] = [*shapes.block_sizes(implementation, facts, level)]
     kinds: list[Storage] = shapes.storages(implementation)
-    flat = [] if is_decode else [name for name in implementation.layouts if not LAYOUTS[name].is_quantized]
+    flat = [] if is_decode else [name for name in implementation.layouts if not LAYOUTS[name].in_place]
     if flat:  # rows without scales come flat; only the FP8 cache is read in place
         paged = [kind for kind in kinds if kind[0] not in flat]
         kinds, sizes = [*((shapes.workspace_of(name), None) for name in flat), *paged], [None, *sizes]
@@ -343,6 +344,26 @@ def _nope(
         yield replace(_params(implementation, choice, budget), nope=True)
 
 
+def _scaled_queries(
+    implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]], budget: int | None
+) -> Iterator[AttentionParams]:
+    """Queries in e4m3 that have a scale."""
+    if not implementation.support.q_scale:
+        return
+    names = ("storage", "pattern", "sink", "lengths", "outputs", "inputs", "blocks", "schedule", "query_len", "block_size")
+    axes = {name: values[:1] for name, values in axes.items()} | {
+        **{name: axes[name] for name in names if name in axes},
+        "heads": list(dict.fromkeys(each for wanted in (8, 64) for each in _near(axes["heads"], wanted))),
+        "topk": _near(axes["topk"], 100),
+    }
+
+    def allowed(choice: Choice) -> bool:
+        return _is_sound(choice, implementation, facts) and _is_affordable(choice, budget)
+
+    for choice in covering(axes, strength=1, allowed=allowed) if all(axes.values()) else ():
+        yield replace(_params(implementation, choice, budget), scaled=True)
+
+
 def _has_idle_rope(layout: str) -> bool:
     """Rows of the layout have a rotary part that queries may leave out."""
     return LAYOUTS[layout].is_quantized and LAYOUTS[layout].rope_width > 0
@@ -398,6 +419,8 @@ def attention_variants(request: Request, support: Support) -> Iterator[tuple[str
         yield "second cache", plain.but(**second, lengths=support.lengths, extra_lengths=support.lengths)
     if support.nope and _has_idle_rope(request.kv_layout or BF16.name):
         yield "nope", plain.but(nope=True)
+    if support.q_scale:
+        yield "q_scale", plain.but(q_scale=True)
     promised = request.but(lengths=support.lengths, clean_indices=True, clean_lengths=support.lengths)
     yield "promises", promised.but(follows_in_order=request.primitive is SPARSE_DECODE)
 
@@ -406,12 +429,12 @@ def attention_of_request(request: Request, name: str) -> AttentionParams:
     """A call of the request's sizes and features, with outputs given; infinite sinks where the name asks for them."""
     decode = request.primitive is SPARSE_DECODE
     layout = LAYOUTS[request.kv_layout or BF16.name]
-    flat = not decode and not layout.is_quantized
+    flat = not decode and not layout.in_place
     heads = request.num_heads or 1
     infinite = name == _INFINITE or (heads >= 3 and name.startswith("request"))
     return (DecodeParams if decode else PrefillParams)(
         kv=workspace_of(layout.name) if flat else layout.name,
-        scale_format=(request.scale_format or layout.scale_formats[-1]) if layout.is_quantized else None,
+        scale_format=(request.scale_format or layout.scale_formats[-1]) if layout.scale_formats else None,
         heads=heads,
         topk=request.topk or 1,
         block_size=None if flat else request.block_size or 16,
@@ -428,5 +451,6 @@ def attention_of_request(request: Request, name: str) -> AttentionParams:
         extra_pattern=MIXED if request.extra_topk is not None else "dense",
         extra_lengths=request.extra_lengths,
         nope=request.nope,
+        scaled=request.q_scale,
         alignment=request.cache_alignment,
     )

@@ -24,7 +24,7 @@ from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.judge.problems.shapes import layout_of_storage
 from mla_portable.judge.problems.stage import Problem, Results, Stage
 from mla_portable.kit.split_kv import SplitSchedule, split_kv
-from mla_portable.layouts import LAYOUTS
+from mla_portable.layouts import LAYOUTS, Cache
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 
 JUDGED_ROWS: Final = 96
@@ -61,17 +61,19 @@ class AttentionParams(Params):
         extra_topk: K of a second cache, None for none. extra_block_size: its block size, None where kv is flat.
         extra_pattern, extra_lengths: as `pattern` and `lengths`, of its list.
         nope: queries are as wide as the latent, and the rotary part of the rows is not read.
+        scaled: queries are e4m3 and have a scale.
         alignment: bytes, of blocks of either cache at least; those of fp8_v4 lie at multiples of 8 where nothing pads them.
     """
 
     says = (
         "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} "
         "lengths{lengths} limits_{limits} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} "
-        "extra{extra_topk} extra_b{extra_block_size} extra_{extra_pattern} extra_lengths{extra_lengths} nope{nope}"
+        "extra{extra_topk} extra_b{extra_block_size} extra_{extra_pattern} extra_lengths{extra_lengths} nope{nope} "
+        "scaled{scaled}"
     )
     asks = (
         "kv_layout=kv num_heads=heads topk block_size query_len rows scale_format lse=with_lse attn_sink=sink lengths "
-        "clean_indices=promised extra_topk extra_block_size extra_lengths nope cache_alignment"
+        "clean_indices=promised extra_topk extra_block_size extra_lengths nope q_scale=scaled cache_alignment"
     )
     softmax_scale: ClassVar[float] = SOFTMAX_SCALE
     kv: str
@@ -97,6 +99,7 @@ class AttentionParams(Params):
     extra_pattern: str = "dense"
     extra_lengths: bool = False
     nope: bool = False
+    scaled: bool = False
     alignment: int = 1
 
     @property
@@ -105,7 +108,8 @@ class AttentionParams(Params):
         layout, bits = LAYOUTS[self.kv_layout], CACHE_ALIGNMENT
         for block_size in (self.block_size, self.extra_block_size if self.extra_topk is not None else None):
             if block_size is not None:
-                bits |= draw.block_stride(layout, block_size, strided=self.strided, alignment=self.alignment)
+                for stride in draw.block_strides(layout, block_size, strided=self.strided, alignment=self.alignment):
+                    bits |= stride
         return bits & -bits
 
     @property
@@ -159,8 +163,8 @@ class DrawnKeys:
         original_kv, original_indices: on the CPU, for the oracle: a cache with the same tokens, and their places in it.
     """
 
-    kv: Tensor
-    original_kv: Tensor
+    kv: Cache
+    original_kv: Cache
     indices: Tensor
     original_indices: Tensor
     lengths: Tensor | None
@@ -179,8 +183,8 @@ class Drawn:
 class _KV:
     """The cache on the device; on the CPU one with the same tokens for the oracle; the slots that hold tokens, in each."""
 
-    placed: Tensor
-    original: Tensor
+    placed: Cache
+    original: Cache
     used: Tensor
     original_used: Tensor
     unused: Tensor
@@ -197,6 +201,8 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
         q = q * LOW_QUERIES
     if params.nope:
         q = q[..., : layout.value_width].contiguous()
+    if params.scaled:
+        q = q.to(torch.float8_e4m3fn)
     keys, extra = _drawn(params, kv, g, 0), None
     if params.extra_topk is not None:
         own = replace(
@@ -247,10 +253,12 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
         if keys.lengths is not None:
             yield f"{name}lengths", stage.read(f"{name}lengths", keys.lengths.view(shape), strided=apart)
 
-    args = {"q": stage.read("q", q.view(*shape, heads, q.shape[-1]), strided=apart), kv_name: drawn.keys.kv}
+    args: dict[str, Any] = {"q": stage.read("q", q.view(*shape, heads, q.shape[-1]), strided=apart), kv_name: drawn.keys.kv}
     lists = dict(listed("", drawn.keys))
     args["indices"] = lists.pop("indices")
     keywords: dict[str, Any] = {"softmax_scale": params.softmax_scale, **lists}
+    scales = scales_of_call(params)
+    keywords |= {name: stage.read(name, scale) for name, scale in scales.items()}
     if sink is not None:
         keywords["attn_sink"] = stage.read("attn_sink", sink)
     if drawn.extra is not None:
@@ -267,7 +275,10 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
     want_out, want_lse = oracle.expected(judged, sink)
 
     def part(bound: Callable[..., Any], some: slice) -> tuple[Tensor, ...]:
-        whole, by_row = ("softmax_scale", "attn_sink", "extra_kv_cache"), ("lengths", "extra_indices", "extra_lengths")
+        whole, by_row = (
+            ("softmax_scale", "attn_sink", "extra_kv_cache", "kv_scale", "q_scale"),
+            ("lengths", "extra_indices", "extra_lengths"),
+        )
         own = {name: value for name, value in keywords.items() if name in whole}
         own |= {name: value[some] for name, value in keywords.items() if name in by_row}
         if "schedule" in keywords:
@@ -287,14 +298,21 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
     return Problem(stage, args, keywords, returns, judge, outputs, untold, part)
 
 
+def scales_of_call(params: AttentionParams) -> dict[str, Tensor]:
+    """The scales of whole tensors that the call is given."""
+    named = {"kv_scale": LAYOUTS[params.kv_layout].tensor_scale, "q_scale": params.scaled}
+    return {name: draw.tensor_scale() for name, given in named.items() if given}
+
+
 class _Oracle:
     """The oracle's results of some rows of a problem."""
 
     def __init__(self, params: AttentionParams, drawn: Drawn) -> None:
         self._drawn = drawn
         self._stated: dict[str, Any] = {"softmax_scale": params.softmax_scale, "kv_layout": params.kv_layout}
+        self._stated |= scales_of_call(params)
 
-    def _of(self, rows: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    def _of(self, rows: Tensor) -> tuple[tuple[Tensor, Any, Tensor], dict[str, Any]]:
         """Arguments for rows [n]: queries [n, H, key width], cache and indices [n, K]; lengths [n] and the second cache."""
 
         def listed(name: str, keys: DrawnKeys) -> dict[str, Any]:
@@ -334,8 +352,10 @@ def _kv(params: AttentionParams, stage: Stage, name: str, g: torch.Generator) ->
     unused = torch.cat([torch.tensor([], dtype=torch.int64) if params.pattern == "dense" else torch.tensor([0]), order[-6:]])
     cache = draw.paged_cache(layout, num_blocks, block_size, strided=params.strided, alignment=params.alignment)
     cache.put(used, draw.cached_rows(count, layout, params.scale_format, g, size=params.size))
-    view = cache.view[0] if params.block_size is None else cache.view
-    return _KV(stage.read(name, view), view, used, used, unused, limit)
+    view = cache.view
+    if params.block_size is None and isinstance(view, Tensor):
+        view = view[0]
+    return _KV(stage.read_cache(name, view), view, used, used, unused, limit)
 
 
 def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:

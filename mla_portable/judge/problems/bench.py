@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -264,9 +264,8 @@ class Workshop:
         if kept is None or kept.shape[0] < blocks:
             self._caches.pop(key, None)
             drawn = self.normal(min(blocks * block_size, _DRAWN), layout.key_width)
-            if layout.is_quantized:
-                width = layout.value_width
-                drawn = layout.pack(drawn[:, :width], drawn[:, width:], case.scale_format)
+            if layout.in_place:
+                drawn = self.packed(layout, drawn, case.scale_format)
             times = -(-blocks * block_size // drawn.shape[0])
             rows = drawn.repeat(times, 1)[: blocks * block_size]
             kept = self._caches[key] = self._paged(layout, rows.view(blocks, block_size, rows.shape[1]))
@@ -276,9 +275,17 @@ class Workshop:
         """[blocks, 64, row] of the indexer's keys, of unit variance."""
         layout = LAYOUTS[case.kv_layout or INDEX_FP8.name]
         drawn = self.normal(min(blocks * BLOCK_SIZE, _DRAWN), layout.key_width)
-        rows = layout.pack(drawn, drawn[:, :0], case.scale_format).view(-1, BLOCK_SIZE, layout.row_width)
+        rows = self.packed(layout, drawn, case.scale_format).view(-1, BLOCK_SIZE, layout.row_width)
         pages = self._paged(layout, rows)
         return pages.repeat(-(-blocks // pages.shape[0]), 1, 1)[:blocks]
+
+    def packed(self, layout: CacheLayout, values: Tensor, scale_format: str) -> Tensor:
+        """Keys [n, key width] as rows [n, row width] of a layout in one tensor. Raises: InvalidArgument for another."""
+        if layout.tensors:
+            got, expected = f"{layout.name}, in {len(layout.tensors)} tensors", "a layout in one tensor"
+            raise InvalidArgument("KernelCase", "kv_layout", got=got, expected=expected)
+        rows = layout.pack(values[:, : layout.value_width], values[:, layout.value_width :], scale_format)
+        return cast(Tensor, rows)
 
     def _paged(self, layout: CacheLayout, rows: Tensor) -> Tensor:
         """Rows [blocks, block_size, row] as a cache of the same shape."""

@@ -17,7 +17,18 @@ from mla_portable.judge.problems.base import STRENGTH, Params, Problems
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Symptom, field_of, same_bits
 from mla_portable.judge.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged, paged_cache, shuffled, vast
-from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, fp8_row, plugin_layout, put_row, put_token, v4_row
+from mla_portable.judge.problems.exact import (
+    INT32_MAX,
+    INT32_MIN,
+    blocks_of,
+    copied,
+    float32,
+    fp8_row,
+    plugin_layout,
+    put_row,
+    put_token,
+    v4_row,
+)
 from mla_portable.judge.problems.shapes import (
     block_sizes,
     can_capture,
@@ -28,11 +39,11 @@ from mla_portable.judge.problems.shapes import (
     storages,
 )
 from mla_portable.judge.problems.stage import Judge, Problem, Results, Stage
-from mla_portable.layouts import E4M3_MAX, FP8_DS_MLA, FP8_V4, KV_LORA_RANK, LAYOUTS, SCALE_GROUP, CacheLayout
+from mla_portable.layouts import E4M3_MAX, FP8_DS_MLA, FP8_V4, KV_LORA_RANK, LAYOUTS, SCALE_GROUP, Cache, CacheLayout
 from mla_portable.primitives import CACHE_WRITE
 
 W = TypeVar("W", bound="WriteParams")
-_Write = Callable[[Tensor, Tensor], Tensor]
+_Write = Callable[[Cache, Tensor], Any]
 """The oracle, given the tokens: (cache, slots) -> the cache as it must be."""
 
 NUM_TOKENS: Final = 12
@@ -43,16 +54,18 @@ _JUDGED_TOKENS: Final = 64
 def cache_write(
     kv_c: Tensor,
     k_pe: Tensor,
-    kv_cache: Tensor,
+    kv_cache: Cache,
     slot_mapping: Tensor,
     *,
     scale_format: str = "pow2",
+    kv_scale: Tensor | None = None,
     kv_layout: str | None = None,
-) -> Tensor:
+) -> Any:
     """The cache [blocks, block_size, width], contiguous, as it must be after the write; `kv_cache` is left alone."""
     latent, rope = kv_c.cpu().double(), k_pe.cpu().double()
-    cache = kv_cache.detach().cpu().clone(memory_format=torch.contiguous_format)
-    own, (blocks, block_size, width) = plugin_layout(kv_layout), cache.shape
+    if kv_scale is not None:  # a quotient of float32 numbers, rounded to float32
+        latent, rope = (float32(each / kv_scale.cpu().double()) for each in (latent, rope))
+    cache, own, (blocks, block_size) = copied(kv_cache), plugin_layout(kv_layout), blocks_of(kv_cache)
     for token, slot in enumerate(slot_mapping.tolist()):
         if not 0 <= slot < blocks * block_size:
             continue
@@ -61,7 +74,7 @@ def cache_write(
             continue
         if cache.dtype == torch.bfloat16:
             row = torch.cat([latent[token], rope[token]]).to(torch.bfloat16)
-        elif width == FP8_V4.row_width:
+        elif cache.shape[2] == FP8_V4.row_width:
             row = v4_row(latent[token])
         else:
             row = fp8_row(latent[token], rope[token], scale_format)
@@ -119,14 +132,18 @@ class WriteParams(Params):
             values[written.nonzero()[:1, 0], :SCALE_GROUP] = 0
         parts = values.split([layout.value_width, layout.rope_width], dim=-1)
         tokens = {name: part.contiguous() for name, part in zip(self.names[:-1], parts, strict=False)}
-        args = {name: stage.read(name, part, strided=self.inputs == "views") for name, part in tokens.items()}
+        args: dict[str, Any] = {name: stage.read(name, part, strided=self.inputs == "views") for name, part in tokens.items()}
         write = partial(self.primitive.problems.oracle, *tokens.values(), scale_format=scale_format, kv_layout=self.kv)
+        keywords: dict[str, Any] = {"scale_format": scale_format}
+        if layout.tensor_scale:
+            scale = draw.tensor_scale()
+            keywords["kv_scale"], write = stage.read("kv_scale", scale), partial(write, kv_scale=scale)
         if far:
             view, slots, judge = self._far(layout, stage, write)
         else:
             view, judge = self._near(layout, num_blocks, slots, stage, write)
         args |= {self.names[-1]: view, "slot_mapping": stage.read("slot_mapping", slots)}
-        return Problem(stage, args, {"scale_format": scale_format}, {}, judge)
+        return Problem(stage, args, keywords, {}, judge)
 
     def _slots(self, num_slots: int, g: torch.Generator) -> Tensor:
         """[T] int64, some of them to be skipped."""
@@ -135,8 +152,10 @@ class WriteParams(Params):
             slots = shuffled(num_slots - 4, g)[: self.tokens] + 2
         return skip(self.skips, slots, num_slots)[shuffled(self.tokens, g)]
 
-    def _near(self, layout: CacheLayout, num_blocks: int, slots: Tensor, stage: Stage, write: _Write) -> tuple[Tensor, Judge]:
+    def _near(self, layout: CacheLayout, num_blocks: int, slots: Tensor, stage: Stage, write: _Write) -> tuple[Cache, Judge]:
         """A small cache, all of whose memory is compared."""
+        if layout.tensors:
+            return self._near_tensors(layout, num_blocks, slots, stage, write)
         gap = {"packed": 0, "odd": layout.alignment}.get(self.blocks, 3 * layout.row_bytes)
         cache = paged(layout.dtype, layout.row_width, num_blocks, self.block_size, gap_bytes=gap)
         want = cache.storage.clone()
@@ -158,6 +177,35 @@ class WriteParams(Params):
             yield from findings("any", {"cache": got}, {"cache": want}, symptom=known)
 
         return stage.adopt(self.names[-1], cache.storage, cache.view), judge
+
+    def _near_tensors(
+        self, layout: CacheLayout, num_blocks: int, slots: Tensor, stage: Stage, write: _Write
+    ) -> tuple[Cache, Judge]:
+        """Likewise of a cache in several tensors."""
+        rows = {"packed": 0, "odd": 0}.get(self.blocks, 3)
+        made = [
+            paged(
+                each.dtype,
+                each.width,
+                num_blocks,
+                self.block_size,
+                gap_bytes=rows * each.width * each.dtype.itemsize
+                or (max(layout.alignment, each.dtype.itemsize) if self.blocks == "odd" else 0),
+            )
+            for each in layout.tensors
+        ]
+        wanted = [each.storage.clone() for each in made]
+        for each, want, values in zip(made, wanted, write(tuple(each.view for each in made), slots), strict=True):
+            view = want.view(each.view.dtype)
+            view.as_strided(each.view.shape, each.view.stride(), each.view.storage_offset()).copy_(values)
+        names = [f"{self.names[-1]}[{at}]" for at in range(len(made))]
+
+        def judge(results: Results) -> Iterator[Finding]:
+            for name, want in zip(names, wanted, strict=True):
+                yield from findings("any", {"cache": results[name].view(torch.uint8)}, {"cache": want})
+
+        placed = zip(names, made, strict=True)
+        return tuple(stage.adopt(name, each.storage, each.view) for name, each in placed), judge
 
     def _far(self, layout: CacheLayout, stage: Stage, write: _Write) -> tuple[Tensor, Tensor, Judge]:
         """Slots on both sides of element 2**31; what is written there is compared, and the neighbours in between."""
@@ -265,7 +313,7 @@ def write_params(
 def write_variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
     """What a probe writes: every scale format that is declared."""
     layout = None if request.kv_layout is None else LAYOUTS[request.kv_layout]
-    if layout is not None and not layout.is_quantized:
+    if layout is not None and not layout.scale_formats:
         yield "skip", request
     else:
         for scale_format in support.scale_formats if layout is None else scales_of(support, layout):

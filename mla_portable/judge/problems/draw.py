@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, plugin_layout
-from mla_portable.layouts import SCALE_GROUP, CacheLayout
+from mla_portable.layouts import SCALE_GROUP, Cache, CacheLayout, CacheTensor
 
 PATTERNS: Final = ("dense", "holes", "front", "middle", "end", "absent", "corpus", "duplicates", "first", "last")
 """Where a row of indices has invalid entries.
@@ -101,8 +101,27 @@ def cached_rows(
         values[::4, _loud(layout)] = -20_000  # with the queries' 32 a score below all others by more than 10,000
     elif size == "loud_group":
         values[:, :SCALE_GROUP] *= 2.0**12
-    assert scale_format is not None or not layout.is_quantized, "an FP8 cache has a scale format"
-    return layout.pack(values[:, : layout.value_width], values[:, layout.value_width :], scale_format).view(torch.uint8)
+    assert scale_format is not None or not layout.scale_formats, "a cache with scales has a scale format"
+    return packed(layout, values, scale_format)
+
+
+def tensor_scale() -> Tensor:
+    """[1] float32, a scale of a whole tensor: no power of two, so that it is not lost in an exponent."""
+    return torch.tensor([0.3])
+
+
+def packed(layout: CacheLayout, values: Tensor, scale_format: str | None) -> Tensor:
+    """[n, row_bytes] uint8: keys [n, key width] as rows, all that a row has side by side."""
+    rows = layout.pack(values[:, : layout.value_width], values[:, layout.value_width :], scale_format)
+    return torch.cat([piece.contiguous().view(torch.uint8) for piece in layout.pieces(rows)], dim=1)
+
+
+def as_rows(layout: CacheLayout, rows: Tensor) -> Cache:
+    """The opposite of `packed`: what `split` takes."""
+    if not layout.tensors:
+        return rows.view(layout.dtype)
+    parts = rows.split([each.width * each.dtype.itemsize for each in layout.tensors], dim=1)
+    return tuple(part.contiguous().view(each.dtype) for part, each in zip(parts, layout.tensors, strict=True))
 
 
 def _loud(layout: CacheLayout) -> int:
@@ -127,6 +146,23 @@ class Paged:
     def put(self, slots: Tensor, rows: Tensor) -> None:
         """Store cached tokens. slots: [n] int64. rows: [n, row_bytes] uint8."""
         put_rows(self.layout, self.rows, slots, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedTensors:
+    """A paged cache of a layout with several tensors, each a `Paged` of its own. view: the tuple of them."""
+
+    tensors: tuple[Paged, ...]
+
+    @property
+    def view(self) -> tuple[Tensor, ...]:
+        return tuple(each.view for each in self.tensors)
+
+    def put(self, slots: Tensor, rows: Tensor) -> None:
+        """Store cached tokens. slots: [n] int64. rows: [n, row_bytes] uint8, as `packed` makes them."""
+        widths = [each.rows.shape[2] for each in self.tensors]
+        for each, values in zip(self.tensors, rows.split(widths, dim=1), strict=True):
+            each.put(slots, values)
 
 
 def put_rows(layout: CacheLayout | None, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -169,11 +205,22 @@ def paged(dtype: torch.dtype, width: int, num_blocks: int, block_size: int, *, g
     return Paged(storage, *_views(storage, dtype, width, num_blocks, block_size, stride, guard))
 
 
-def paged_cache(layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False, alignment: int = 1) -> Paged:
+def paged_cache(
+    layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False, alignment: int = 1
+) -> Paged | PagedTensors:
     """Likewise of a layout, with blocks `block_stride` apart; the first one is at a multiple of CACHE_ALIGNMENT."""
-    gap_bytes = block_stride(layout, block_size, strided=strided, alignment=alignment) - block_size * layout.row_bytes
-    cache = paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap_bytes, alignment=CACHE_ALIGNMENT)
-    cache = replace(cache, layout=layout)
+    cache: Paged | PagedTensors
+
+    def made(kind: CacheLayout | CacheTensor, width: int, stride: int) -> Paged:
+        gap = stride - block_size * width * kind.dtype.itemsize
+        return paged(kind.dtype, width, num_blocks, block_size, gap_bytes=gap, alignment=CACHE_ALIGNMENT)
+
+    strides = block_strides(layout, block_size, strided=strided, alignment=alignment)
+    if layout.tensors:
+        kinds = zip(layout.tensors, strides, strict=True)
+        cache = PagedTensors(tuple(made(each, each.width, stride) for each, stride in kinds))
+    else:
+        cache = replace(made(layout, layout.row_width, strides[0]), layout=layout)
     if plugin_layout(layout.name) is not None:
         slots = torch.arange(num_blocks * block_size)
         cache.put(slots, poison(layout).expand(len(slots), -1))
@@ -187,19 +234,19 @@ def poison(layout: CacheLayout) -> Tensor:
     """
     ones = torch.full((1, layout.row_bytes), 0xFF, dtype=torch.uint8)
     made = (torch.full((1, layout.key_width), value, dtype=torch.float64) for value in (math.nan, 2.0**15))
-    width = layout.value_width
-    packed = (layout.pack(each[:, :width], each[:, width:], (layout.scale_formats or (None,))[0]) for each in made)
-    rows = [ones, *(each.view(torch.uint8) for each in packed)]
-    return next((row[0] for row in rows if layout.split(row.view(layout.dtype), torch.float64)[0].isnan().all()), rows[-1][0])
+    rows = [ones, *(packed(layout, each, (layout.scale_formats or (None,))[0]) for each in made)]
+    return next((row[0] for row in rows if layout.split(as_rows(layout, row), torch.float64)[0].isnan().all()), rows[-1][0])
 
 
-def block_stride(layout: CacheLayout, block_size: int, *, strided: bool = False, alignment: int = 1) -> int:
-    """Bytes from block to block: as long as they are, rounded up to a multiple of `alignment`.
+def block_strides(layout: CacheLayout, block_size: int, *, strided: bool = False, alignment: int = 1) -> list[int]:
+    """Bytes from block to block, of each tensor: as long as they are, rounded up to a multiple of `alignment`.
 
     strided: three rows further apart, at a whole multiple of the distance between rows.
     """
+    if layout.tensors:
+        return [_up((block_size + 3 * strided) * each.width * each.dtype.itemsize, alignment) for each in layout.tensors]
     length, pitch = block_size * layout.row_bytes, layout.row_pitch * layout.dtype.itemsize
-    return _up(length + 3 * pitch + -block_size * layout.apart_bytes % pitch if strided else length, alignment)
+    return [_up(length + 3 * pitch + -block_size * layout.apart_bytes % pitch if strided else length, alignment)]
 
 
 def _up(size: int, multiple: int) -> int:

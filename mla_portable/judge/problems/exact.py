@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from mla_portable.layouts import (
     V4_ROW_BYTES,
     V4_SCALE_BYTES,
     V4_SCALE_GROUP,
+    Cache,
     CacheLayout,
 )
 
@@ -174,7 +175,7 @@ def plugin_layout(kv_layout: str | None) -> CacheLayout | None:
     return None if kv_layout is None or kv_layout in _DECODED_HERE else LAYOUTS[kv_layout]
 
 
-def token_values(kv: Tensor, slots: Tensor, own: CacheLayout | None) -> tuple[Tensor, Tensor]:
+def token_values(kv: Any, slots: Tensor, own: CacheLayout | None) -> tuple[Tensor, Tensor]:
     """latent [n, V] float64 and rotary part [n, R], float64 or bit for bit, of the slots [n] int64 of a cache or workspace.
 
     own: of `plugin_layout`.
@@ -182,19 +183,37 @@ def token_values(kv: Tensor, slots: Tensor, own: CacheLayout | None) -> tuple[Te
     if own is None:
         rows = named_rows(kv, slots)
         return latent(rows), rope(rows)
-    if kv.dim() == 2:
+    if isinstance(kv, Tensor) and kv.dim() == 2:
         return own.split(kv[slots], torch.float64)
-    block, offset = slots // kv.shape[1], slots % kv.shape[1]
-    return own.split(torch.cat([part[block, offset] for part in own.parts(kv)], dim=1), torch.float64)
+    parts = own.parts(kv)
+    block, offset = slots // parts[0].shape[1], slots % parts[0].shape[1]
+    return own.split(own.joined([part[block, offset] for part in parts]), torch.float64)
 
 
-def put_token(kv: Tensor, slot: int, latent: Tensor, rope: Tensor, scale_format: str | None, own: CacheLayout) -> None:
+def on_cpu(kv: Cache) -> Any:
+    """A cache, whether in one tensor or several, on the CPU."""
+    return tuple(each.detach().cpu() for each in kv) if isinstance(kv, tuple) else kv.detach().cpu()
+
+
+def copied(kv: Cache) -> Any:
+    """Likewise, in contiguous memory of its own."""
+    if isinstance(kv, tuple):
+        return tuple(copied(each) for each in kv)
+    return kv.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def blocks_of(kv: Cache) -> tuple[int, int]:
+    """Number of blocks, and tokens in each, of a paged cache."""
+    blocks, block_size = (kv[0] if isinstance(kv, tuple) else kv).shape[:2]
+    return blocks, block_size
+
+
+def put_token(kv: Cache, slot: int, latent: Tensor, rope: Tensor, scale_format: str | None, own: CacheLayout) -> None:
     """Store a token, latent [V] and rope [R] float64, in a paged cache of a plugin's layout."""
-    block, offset = divmod(slot, kv.shape[1])
-    row, first = own.pack(latent[None], rope[None], scale_format)[0], 0
-    for part in own.parts(kv):
-        part[block, offset] = row[first : first + part.shape[2]]
-        first += part.shape[2]
+    parts = own.parts(kv)
+    block, offset = divmod(slot, parts[0].shape[1])
+    for part, row in zip(parts, own.pieces(own.pack(latent[None], rope[None], scale_format)), strict=True):
+        part[block, offset] = row[0]
 
 
 def put_row(kv: Tensor, slot: int, row: Tensor) -> None:

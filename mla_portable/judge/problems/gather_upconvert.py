@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.judge.problems import exact
+from mla_portable.judge.problems import draw, exact
 from mla_portable.judge.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Tolerance, close, limit_of, same_bits
 from mla_portable.judge.problems.cover import Choice
-from mla_portable.judge.problems.draw import PAIR_BLOCK, cached_rows, generator, paged_cache, shuffled, taken_rows, vast
+from mla_portable.judge.problems.draw import PAIR_BLOCK, Paged, cached_rows, generator, paged_cache, shuffled, taken_rows, vast
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.judge.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.judge.problems.stage import Problem, Results, Stage
-from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, LAYOUTS
+from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, LAYOUTS, Cache
 from mla_portable.primitives import GATHER_UPCONVERT
 
 _JUDGED_ROWS: Final = 64
@@ -45,19 +45,20 @@ TOLERANCES: Final = {
 
 
 def gather_upconvert(
-    kv_cache: Tensor,
+    kv_cache: Cache,
     block_table: Tensor,
     seq_lens: Tensor,
     workspace_starts: Tensor,
     *,
     out: Tensor,
+    kv_scale: Tensor | None = None,
     kv_layout: str | None = None,
 ) -> Tensor:
     """The workspace [W, 576] bf16 as it must be afterwards; `out` gives the rows that no request owns, and is left alone."""
     own = exact.plugin_layout(kv_layout)
-    cache, table = kv_cache.detach().cpu(), block_table.cpu().long()
+    cache, table = exact.on_cpu(kv_cache), block_table.cpu().long()
     workspace = out.detach().cpu().clone(memory_format=torch.contiguous_format)
-    num_blocks, block_size, _ = cache.shape
+    num_blocks, block_size = exact.blocks_of(cache)
     for request, (length, start) in enumerate(zip(seq_lens.tolist(), workspace_starts.tolist(), strict=True)):
         position = torch.arange(max(0, -start), max(0, -start, min(length, workspace.shape[0] - start)), device="cpu")
         column = position // block_size
@@ -66,10 +67,12 @@ def gather_upconvert(
         block[inside] = table[request, column[inside]]
         valid = (block >= 0) & (block < num_blocks)
         latent, rope = exact.token_values(cache, block[valid] * block_size + position[valid] % block_size, own)
+        if kv_scale is not None:
+            latent, rope = (each.double() * kv_scale.cpu().double() for each in (latent, rope))
         # the product is taken in float32, then rounded to bf16
         latent = latent.to(torch.float32).to(torch.bfloat16)
         workspace[start + position[~valid]] = 0.0
-        workspace[start + position[valid]] = torch.cat([latent, rope.to(torch.bfloat16)], dim=1)
+        workspace[start + position[valid]] = torch.cat([latent, rope.to(torch.float32).to(torch.bfloat16)], dim=1)
     return workspace
 
 
@@ -178,7 +181,7 @@ class GatherUpconvertParams(Params):
         cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks in ("strided", "pair"))
         cache.put(slots, tokens)
         original, table_original = cache.view, table
-        if self.blocks == "address":
+        if self.blocks == "address" and isinstance(cache, Paged):
             kv_placed, device_rows, far = vast(layout, self.block_size, device)
             far_blocks = (far // self.block_size).unique().flip(0)  # the farthest first: every request reads from it
             picks = torch.arange(owned) % len(far_blocks)
@@ -186,7 +189,7 @@ class GatherUpconvertParams(Params):
             table_original = blocks[picks].view(len(lens), columns).to(torch.int32)
             device_rows[far_blocks.to(device)] = cache.rows[blocks[: len(far_blocks)]].to(device)
         else:
-            kv_placed = stage.read("kv_cache", original)
+            kv_placed = stage.read_cache("kv_cache", original)
         if self.table == "near":  # what the short requests name
             table[torch.tensor(lens) == 1, 0] = torch.tensor([-1, num_blocks], dtype=torch.int32)
         elif self.table == "holes":
@@ -203,6 +206,7 @@ class GatherUpconvertParams(Params):
             torch.tensor(lens, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
             out=stage.writes["out"].view.cpu(),
+            kv_scale=draw.tensor_scale() if layout.tensor_scale else None,
             kv_layout=self.kv,
         )
         is_owned = torch.zeros(num_rows, dtype=torch.bool)
@@ -212,7 +216,10 @@ class GatherUpconvertParams(Params):
         storage = layout.tolerance_of(self.scale_format)
         judge = partial(findings, storage, want={"out": want}, owned=is_owned, width=layout.value_width)
         args = {"kv_cache": kv_placed, "block_table": table_placed, "seq_lens": lens_placed, "workspace_starts": starts_placed}
-        return Problem(stage, args, {"out": out}, {"out": ((num_rows, layout.key_width), torch.bfloat16)}, judge)
+        keywords = {"out": out}
+        if layout.tensor_scale:
+            keywords["kv_scale"] = stage.read("kv_scale", draw.tensor_scale())
+        return Problem(stage, args, keywords, {"out": ((num_rows, layout.key_width), torch.bfloat16)}, judge)
 
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[GatherUpconvertParams]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class IndexerLogitsParams(PageParams):
     primitive = INDEXER_LOGITS
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! {batch}! tail{tail} starts_{starts} table_{table} {width} "
-        "in{inputs} out{outputs} {blocks} stale{stale} absent_{absent} promised{promised}"
+        "in{inputs} out{outputs} {blocks} stale{stale} absent_{absent} promised{promised} scheduled{scheduled}"
     )
     width: str = "exact"
 
@@ -86,13 +86,15 @@ class IndexerLogitsParams(PageParams):
         expected, terms = written(*scored(**pages.arguments, width=width, share=self.held, kv_layout=self.kv))
         want = {"out": expected, "terms": terms, "weights": pages.arguments["weights"]}
         judge = partial(findings, format_of(pages.arguments["q"]), want=want)
-        return Problem(stage, dict(pages.args), {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)
+        keywords: dict[str, Any] = {"out": out, **self.planned(pages, device, facts)}
+        return Problem(stage, dict(pages.args), keywords, {"out": (tuple(out.shape), torch.float32)}, judge)
 
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[IndexerLogitsParams]:
     """What a level asks of an implementation of indexer_logits."""
     widths = {"width": ["exact", "narrow", "wide"]}
-    yield from page_params(IndexerLogitsParams, implementation, facts, level, widths, plain={}, few={})
+    whole = {"width": "wide"}
+    yield from page_params(IndexerLogitsParams, implementation, facts, level, widths, plain={}, few={}, whole=whole)
     for kv, scale_format in () if level == "smoke" else storages(implementation):
         promised = needs_a_promise(implementation.support)
         yield IndexerLogitsParams(

@@ -11,7 +11,17 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request, Support
+from mla_portable.contracts import (
+    ContextShare,
+    DecodeSchedule,
+    DeviceFacts,
+    Implementation,
+    Request,
+    ScheduleKind,
+    ScheduleLimits,
+    StepLengths,
+    Support,
+)
 from mla_portable.contracts.share import WHOLE
 from mla_portable.judge.problems.base import STRENGTH, Params
 from mla_portable.judge.problems.compare import Tolerance
@@ -164,6 +174,7 @@ class PageParams(Params):
         promised: the request says what holds: that the table is whole, where it is "plain"; that requests have the same number
             of tokens.
         absent: "none"; "nan", every fifth key of a request has a number that is NaN; "nan_scale", a scale that is NaN.
+        schedule: the kind to pass, None for no schedule; of a batch whose requests have the same number of tokens.
 
     The cache is a part of a larger one: the blocks before and behind it hold keys, those of others.
     """
@@ -184,6 +195,7 @@ class PageParams(Params):
     stale: bool = False
     absent: str = "none"
     promised: bool = False
+    schedule: ScheduleKind | None = None
 
     @classmethod
     def asked(cls, device: DeviceFacts, values: Mapping[str, Any]) -> Request:
@@ -196,6 +208,10 @@ class PageParams(Params):
         }
         told = {name: bool(promised) and held for name, held in holds.items() if name in cls.primitive.stated}
         return super(PageParams, cls).asked(device, values).but(**told)
+
+    @property
+    def scheduled(self) -> bool:
+        return self.schedule is not None
 
     @property
     def held(self) -> ContextShare:
@@ -236,12 +252,11 @@ class PageParams(Params):
         own = plugin_layout(self.kv)
         if own is not None and absent != "none":  # what becomes of NaN is the layout's to say
             keys[2::5] = math.nan
-        rows, parts = layout.pack(keys, keys[:, :0], self.scale_format).to(cache.device), layout.parts(cache)
-        stored = rows.split([part.shape[2] for part in parts], dim=1)
+        stored, parts = layout.pieces(layout.pack(keys, keys[:, :0], self.scale_format)), layout.parts(cache)
         if own is None:
             spoil(absent, stored[0], stored[1] if len(stored) > 1 else None)
         for part, values in zip(parts, stored, strict=True):
-            part[block.to(cache.device), at.to(cache.device)] = values
+            part[block.to(cache.device), at.to(cache.device)] = values.to(cache.device)
 
     def pages(self, seed: int, stage: Stage) -> Pages:
         """The arguments of a call."""
@@ -313,6 +328,18 @@ class PageParams(Params):
         args = {name: args.get(name, cache) for name in arguments}
         return Pages(arguments, args, columns * block_size * share.size, longest)
 
+    def planned(self, pages: Pages, device: torch.device, facts: DeviceFacts, topk: int = 0) -> dict[str, DecodeSchedule]:
+        """The keyword `schedule` of a call, planned for the lengths of its requests; nothing where none is passed."""
+        if self.schedule is None:
+            return {}
+        lengths, num_tokens = pages.arguments["seq_lens"], pages.arguments["q"].shape[0]
+        query_len = num_tokens // len(lengths)
+        limits = ScheduleLimits(
+            device, self.heads, topk, num_tokens, query_len, facts.num_sms or 16, facts.arch, request=self.request(facts)
+        )
+        step = StepLengths(lengths.numpy(), pages.args["seq_lens"])
+        return {"schedule": self.schedule.schedule(self.schedule.planner(limits), len(lengths), query_len, step)}
+
 
 def needs_a_promise(support: Support) -> bool:
     """The implementation runs only where something is promised, so that its cases promise it."""
@@ -328,12 +355,13 @@ def page_params(
     *,
     plain: dict[str, Any],
     few: dict[str, Any],
+    whole: dict[str, Any],
 ) -> Iterator[P]:
     """What a level asks of an implementation.
 
     Args:
         axes: beside those that both primitives have. plain, few: their values in the cases of one scene each; `few` in those
-            where tokens see more than is asked for.
+            where tokens see more than is asked for. whole: those of a call with all positions that the table reaches.
     """
     promised = needs_a_promise(implementation.support)
     uniform = implementation.support.needs_uniform_query_len
@@ -370,6 +398,9 @@ def page_params(
                 yield from (replace(fewer, batch=batch, promised=True) for batch in ("chunk", "drafts"))
             few_rows = (replace(each, batch="decode") for each in (fewest, fewer))
             yield from spoiled(implementation, facts, *few_rows, replace(fewer, batch="chunk"))
+            if implementation.schedule_kind is not None:
+                planned = replace(fewer, schedule=implementation.schedule_kind, **whole)
+                yield from (replace(planned, batch=batch, run="repeat") for batch in ("drafts", "decode"))
             if can_hold_many(facts, level):
                 yield replace(fewest, batch="crowd")
         if base.block_size >= PAIR_BLOCK:

@@ -154,7 +154,8 @@ class IndexerSelectParams(PageParams):
     primitive = INDEXER_SELECT
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! k{topk}! {batch}! share_{share} tail{tail} starts_{starts} "
-        "table_{table} in{inputs} out_{outputs} {blocks} stale{stale} absent_{absent} promised{promised} order_{order}"
+        "table_{table} in{inputs} out_{outputs} {blocks} stale{stale} absent_{absent} promised{promised} order_{order} "
+        "scheduled{scheduled}"
     )
     asks = f"{PageParams.asks} topk context_parallel=share ordered=order"
     topk: int
@@ -170,7 +171,7 @@ class IndexerSelectParams(PageParams):
         stage = Stage(device)
         pages = self.pages(seed, stage)
         shape = (pages.args["q"].shape[0], self.topk)
-        keywords: dict[str, Any] = {"topk": self.topk}
+        keywords: dict[str, Any] = {"topk": self.topk, **self.planned(pages, device, facts, self.topk)}
         if self.outputs != "fresh":
             keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
         share = self.held
@@ -203,7 +204,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     axes |= orders(implementation.support)
     order = axes.get("order", ["ascending"])[0]
     plain, few = {"topk": widths[-1], "order": order}, {"topk": widths[:2][-1]}
-    found = list(page_params(IndexerSelectParams, implementation, facts, level, axes, plain=plain, few=few))
+    found = list(page_params(IndexerSelectParams, implementation, facts, level, axes, plain=plain, few=few, whole={}))
     yield from found
     if level != "smoke" and order != "none":  # what gives an order may be asked for none
         yield from (replace(each, order="none") for each in found if each.batch == "chunk" and each.absent == "none")

@@ -126,7 +126,7 @@ def _complete(request: Request, implementation: Implementation, problems: Proble
     params = problems.of_request(request, "")
     if getattr(params, "block_size", 1) is None:
         filled.pop("block_size", None)  # the rows of a workspace are flat
-    if request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized:
+    if request.kv_layout is not None and LAYOUTS[request.kv_layout].scale_formats:
         # what is declared is what is compared: a user may allow more than that, at a loss
         wanted, declared = request.scale_format or getattr(params, "scale_format", None), support.scale_formats
         own = LAYOUTS[request.kv_layout].scale_formats_of(declared) or declared

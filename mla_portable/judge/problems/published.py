@@ -59,7 +59,7 @@ class _Published:
         lengths = torch.tensor(_LENGTHS, dtype=torch.int32)
         past = torch.arange(self.topk) >= lengths.unsqueeze(1)
         indices = indices.masked_fill(past, _CACHED if self.lengths else -1)
-        keys = DrawnKeys(stage.read("kv", kv), kv, indices, indices, lengths if self.lengths else None)
+        keys = DrawnKeys(stage.read_cache("kv", kv), kv, indices, indices, lengths if self.lengths else None)
         return problem_of(self, Drawn(q, keys), stage, g, facts)
 
 
@@ -79,7 +79,7 @@ def published_attention(implementation: Implementation, facts: DeviceFacts, leve
         return
     decode = implementation.primitive is SPARSE_DECODE
     for layout, scale_format in storages(implementation):
-        flat = not decode and not LAYOUTS[layout].is_quantized
+        flat = not decode and not LAYOUTS[layout].in_place
         for lengths in accepted(implementation, facts, "lengths", [True, False]):
             yield (PublishedDecode if decode else PublishedPrefill)(
                 kv=workspace_of(layout) if flat else layout,

@@ -52,7 +52,7 @@ def storages(implementation: Implementation) -> list[Storage]:
 
 def scales_of(support: Support, layout: CacheLayout) -> tuple[str | None, ...]:
     """The scale formats of a layout that an implementation claims; (None,) where it has none."""
-    if not layout.is_quantized:
+    if not layout.scale_formats:
         return (None,)
     return layout.scale_formats if support.kv_layouts is None else layout.scale_formats_of(support.scale_formats)
 
@@ -114,8 +114,10 @@ def _few(values: list[int], *, near: int) -> list[int]:
 def can_hold_vast(layout_name: str, facts: DeviceFacts, level: str) -> bool:
     """A cache of more than 2**31 elements is affordable here: always virtually on a CPU, with room to spare on a GPU.
 
-    bf16 takes twice the bytes of FP8; on a CPU it is left to the full level.
+    bf16 takes twice the bytes of FP8; on a CPU it is left to the full level. A cache in several tensors has no such case.
     """
+    if LAYOUTS[layout_name].tensors:
+        return False
     if level == "smoke" or (level == "quick" and facts.device_type == "cpu" and not LAYOUTS[layout_name].is_quantized):
         return False
     return facts.device_type == "cpu" or facts.memory_bytes >= 2 * 2**31 * LAYOUTS[layout_name].dtype.itemsize
@@ -150,7 +152,7 @@ def storage_asked(request: Request, usual: CacheLayout, scale_format: str) -> di
     """kv and scale_format of a request; what it leaves open is as `usual`, and the scales as `scale_format`, or as the last of
     a layout that has no such."""
     layout = LAYOUTS[request.kv_layout or usual.name]
-    if not layout.is_quantized:
+    if not layout.scale_formats:
         return {"kv": layout.name, "scale_format": None}
     usual_scales = scale_format if scale_format in layout.scale_formats else layout.scale_formats[-1]
     return {"kv": layout.name, "scale_format": request.scale_format or usual_scales}

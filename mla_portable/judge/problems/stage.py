@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.judge.problems.compare import Finding, same_bits
+from mla_portable.layouts import Cache
 
 Results = dict[str, Tensor]
 """What a call returned, by name."""
@@ -105,6 +106,12 @@ class Stage:
         self.reads[name], self.pristine[name] = placed, base
         return placed.as_strided(original.shape, original.stride(), original.storage_offset())
 
+    def read_cache(self, name: str, original: Cache) -> Cache:
+        """`read` of a cache in one tensor or several."""
+        if isinstance(original, tuple):
+            return tuple(self.read(f"{name}[{at}]", each) for at, each in enumerate(original))
+        return self.read(name, original)
+
     def write(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, strided: bool = False) -> Tensor:
         """A poisoned tensor to write to; returns what the callee gets."""
         self.writes[name] = guarded(shape, dtype, self.device, strided=strided)
@@ -160,7 +167,8 @@ class Problem:
             if not isinstance(returned, (tuple, list)) or len(cast(Any, returned)) != len(names):
                 return f"returned {_kind(returned)}, expected ({', '.join(names)})"
             values = tuple(cast(Any, returned))
-        device = next(iter(self.args.values())).device
+        first = next(iter(self.args.values()))
+        device = (first[0] if isinstance(first, tuple) else first).device
         found: Results = {}
         for name, value in zip(names, values, strict=True):
             shape, dtype = self.returns[name]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Reason, Registrar, Request, Support, hookimpl
-from mla_portable.layouts import INDEX_FP8
+from mla_portable.layouts import INDEX_FP8, CacheLayout
 from mla_portable.primitives import (
     CACHE_WRITE,
     INDEXER_CACHE_WRITE,
@@ -24,13 +24,15 @@ from mla_portable.primitives import (
     TOPK_SELECT,
 )
 from mla_portable_amd import attention, cache, indexer, selection
+from mla_portable_amd.layouts import INDEX_FNUZ, INDEX_FNUZ_TILES, INDEX_TILES, TILE
 from mla_portable_amd.library import Op, Place
 
 __all__ = ["PROVIDERS", "Provider", "mla_portable_register"]
 
 _SOURCE: Final = "ROCm/aiter e4048607"
-_OCP: Final = ("gfx950",)
-"""The architectures whose e4m3 is OCP's, as that of `index_fp8` is."""
+_OCP: Final = "gfx950"
+"""The architecture whose e4m3 is OCP's, as that of `index_fp8` is."""
+_FNUZ: Final = "gfx942"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ _INDEX_WRITE: Final = Place(
     ("aiter.ops.cache",),
     "indexer_k_quant_and_cache",
     ("k", "kv_cache", "slot_mapping", "quant_block_size", "scale_fmt"),
+    ("preshuffle",),
 )
 
 
@@ -127,31 +130,43 @@ def _attention(arch: str) -> Iterator[Provider]:
         yield Provider(f"mla_{arch}", primitive, _MLA_DECODE, bind, "aiter/mla.py, csrc/py_itfs_cu/asm_mla.cu", (arch,), limits)
 
 
-_LOGITS_LIMITS: Final = {"kv_layouts": (INDEX_FP8.name,), "num_heads": indexer.HEADS, "nan_keys": False}
+def _pages(
+    suffix: str, layout: CacheLayout, arch: str, read: tuple[int, ...], written: tuple[int, ...] | None
+) -> Iterator[Provider]:
+    """Scores of index pages, and their writer. read, written: block sizes."""
+    yield Provider(
+        f"paged_mqa_logits{suffix}", INDEXER_LOGITS, _PAGED_LOGITS, indexer.bind_indexer_logits,
+        "aiter/ops/triton/attention/pa_mqa_logits.py", (arch,),
+        {**_SCORES, "kv_layouts": (layout.name,), "block_sizes": read},
+    )  # fmt: skip
+    yield Provider(
+        f"indexer_k_quant{suffix}", INDEXER_CACHE_WRITE, _INDEX_WRITE, cache.bind_indexer_cache_write,
+        "csrc/kernels/cache_kernels.cu", (arch,),
+        {"kv_layouts": (layout.name,), "block_sizes": written, "scale_formats": ("pow2",), "needs_bf16": False},
+    )  # fmt: skip
+
+
+_SCORES: Final = {"num_heads": indexer.HEADS, "nan_keys": False}
+_BOTH: Final = (_FNUZ, _OCP)
 
 PROVIDERS: Final[tuple[Provider, ...]] = (
-    *_attention("gfx942"),
-    *_attention("gfx950"),
-    Provider(
-        "paged_mqa_logits", INDEXER_LOGITS, _PAGED_LOGITS, indexer.bind_indexer_logits,
-        "aiter/ops/triton/attention/pa_mqa_logits.py", _OCP, {**_LOGITS_LIMITS, "block_sizes": (1,)},
-    ),
+    *_attention(_FNUZ),
+    *_attention(_OCP),
+    *_pages("", INDEX_FP8, _OCP, (1,), None),
+    *_pages("_tiles", INDEX_TILES, _OCP, (TILE,), (TILE,)),
+    *_pages("_fnuz", INDEX_FNUZ, _FNUZ, (1,), None),
+    *_pages("_fnuz_tiles", INDEX_FNUZ_TILES, _FNUZ, (TILE,), (TILE,)),
     Provider(
         "mqa_logits", INDEXER_LOGITS_RAGGED, _LOGITS, indexer.bind_indexer_logits_ragged,
-        "aiter/ops/triton/attention/fp8_mqa_logits.py", ("gfx942", "gfx950"), _LOGITS_LIMITS,
+        "aiter/ops/triton/attention/fp8_mqa_logits.py", _BOTH, {**_SCORES, "kv_layouts": (INDEX_FP8.name,)},
     ),
     Provider(
         "topk_per_row", TOPK_SELECT, _TOPK, selection.bind_topk_select,
-        "csrc/kernels/topk_per_row_kernels.cu", ("gfx942", "gfx950"), {"max_topk": selection.MAX_TOPK, "needs_bf16": False},
+        "csrc/kernels/topk_per_row_kernels.cu", _BOTH, {"max_topk": selection.MAX_TOPK, "needs_bf16": False},
     ),
     Provider(
         "concat_mla", CACHE_WRITE, _CONCAT, cache.bind_cache_write,
-        "csrc/kernels/cache_kernels.cu", ("gfx942", "gfx950"), {"kv_layouts": ("bf16",), "cache_alignment": 16},
-    ),
-    Provider(
-        "indexer_k_quant", INDEXER_CACHE_WRITE, _INDEX_WRITE, cache.bind_indexer_cache_write,
-        "csrc/kernels/cache_kernels.cu", _OCP,
-        {"kv_layouts": (INDEX_FP8.name,), "scale_formats": ("pow2",), "needs_bf16": False},
+        "csrc/kernels/cache_kernels.cu", _BOTH, {"kv_layouts": ("bf16",), "cache_alignment": 16},
     ),
 )  # fmt: skip
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Request
-from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE
+from mla_portable.layouts import INDEX_HEAD_SIZE, CacheLayout
+from mla_portable_amd.layouts import pages_of
 from mla_portable_amd.library import Op
 
 _VECTOR_BYTES: Final = 16
@@ -49,7 +50,8 @@ def bind_cache_write(op: Op, request: Request[Any]) -> Callable[..., None]:
 
 
 def bind_indexer_cache_write(op: Op, request: Request[Any]) -> Callable[..., None]:
-    """indexer_cache_write of pow2 scales through `op(k, kv_cache, slot_mapping, quant_block_size, scale_fmt)`."""
+    """indexer_cache_write of pow2 scales through `op(k, kv_cache, slot_mapping, quant_block_size, scale_fmt, preshuffle=)`."""
+    layout, code, tiles = pages_of(request.kv_layout)
 
     def indexer_cache_write(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
         if slot_mapping.shape[0] == 0 or index_cache.numel() == 0:
@@ -64,14 +66,14 @@ def bind_indexer_cache_write(op: Op, request: Request[Any]) -> Callable[..., Non
         elif apart > 1:  # by whole blocks: those between count as blocks that no slot names
             pages = index_cache.as_strided((1 + (blocks - 1) * apart, block_size, width), (block, width, 1))
             slots = torch.where(slots < 0, slots, slots // block_size * apart * block_size + slots % block_size)
-        op(_aligned(k.contiguous()), pages.view(torch.float8_e4m3fn), slots, INDEX_HEAD_SIZE, "ue8m0")
+        op(_aligned(k.contiguous()), pages.view(code), slots, INDEX_HEAD_SIZE, "ue8m0", preshuffle=tiles and not rest)
         if rest:
-            _place(pages.squeeze(1), index_cache, _slots_of(index_cache, slot_mapping))
+            _place(pages.squeeze(1), layout, index_cache, _slots_of(index_cache, slot_mapping))
 
     return indexer_cache_write
 
 
-def _place(rows: Tensor, index_cache: Tensor, slots: Tensor) -> None:
+def _place(rows: Tensor, layout: CacheLayout, index_cache: Tensor, slots: Tensor) -> None:
     """Rows [T, 132] of blocks of one token, codes and then the scale, at slots [T] of the cache; -1 is left out.
 
     A token without a slot repeats the first that has one, so that the host need not know how many there are; where none has,
@@ -81,6 +83,5 @@ def _place(rows: Tensor, index_cache: Tensor, slots: Tensor) -> None:
     token = torch.where(kept, token, kept.to(torch.uint8).argmax())
     slot = slots[token].clamp(min=0)
     at = slot // index_cache.shape[1], slot % index_cache.shape[1]
-    parts = INDEX_FP8.parts(index_cache)
-    for part, new in zip(parts, rows.split([each.shape[2] for each in parts], dim=1), strict=True):
+    for part, new in zip(layout.parts(index_cache), layout.pieces(rows), strict=True):
         part[at] = torch.where(kept.any(), new[token], part[at])

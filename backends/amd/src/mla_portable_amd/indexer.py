@@ -4,11 +4,13 @@
 What the source of the operations at e4048607 says, and what follows:
 
 - The paged one takes requests that have the same number of tokens. Where that is not promised, each token is passed as a
-  request of its own, with a copy of its request's row of the block table. Without `Preshuffle` pages hold one key.
+  request of its own, with a copy of its request's row of the block table. Without `Preshuffle` pages hold one key;
+  with it, tiles.
 - It reaches 2 GiB of pages: those that are named are copied where there are more. It writes the positions that a token sees
   alone, and reads every entry of the block table up to there.
 - max(NaN, 0) is 0, so a key or a query of NaN has a finite score: `nan_keys=False`. Scales of NaN are looked for.
-- e4m3 is OCP's on gfx950 and fnuz on gfx942, where the ragged one converts OCP's keys and queries, exactly.
+- e4m3 is OCP's on gfx950 and fnuz on gfx942, where the ragged one converts OCP's keys and queries, exactly. The paged one
+  reads pages as they are: there queries are converted here, and pages are of `amd.index_fnuz`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Request
-from mla_portable.layouts import INDEX_FP8
+from mla_portable.layouts import CacheLayout
+from mla_portable_amd.layouts import pages_of
 from mla_portable_amd.library import Op, parameter_names
 
 HEADS: Final = (32, 64)
@@ -46,10 +49,10 @@ class Pages:
 
     __slots__ = ("_cache", "_far", "_scales", "numbers")
 
-    def __init__(self, cache: Tensor) -> None:
-        """cache: [blocks, block_size, 132] uint8."""
+    def __init__(self, cache: Tensor, layout: CacheLayout) -> None:
+        """cache: [blocks, block_size, 132] uint8 of `layout`."""
         self._cache, self._far = cache, cache.shape[0] * cache.stride(0) > _REACH
-        self._scales = INDEX_FP8.parts(cache)[1].view(torch.float32).squeeze(2)  # [blocks, block_size]
+        self._scales = layout.parts(cache)[-1].view(torch.float32).squeeze(2)  # [blocks, block_size]
         self.numbers = cache.shape[2] // 4 if self._far else 1
 
     def named(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,8 +69,9 @@ class Pages:
 
 
 def bind_indexer_logits(op: Op, request: Request[Any]) -> Callable[..., Tensor]:
-    """indexer_logits over `index_fp8` pages of one key."""
-    uniform = request.uniform_query_len
+    """indexer_logits over pages of one key, or of tiles."""
+    uniform, (layout, code, tiles) = request.uniform_query_len, pages_of(request.kv_layout)
+    halved = code != torch.float8_e4m3fn  # fnuz ends at 240 where OCP's e4m3 ends at 448; halves are exact
 
     def indexer_logits(
         q: Tensor,
@@ -85,7 +89,9 @@ def bind_indexer_logits(op: Op, request: Request[Any]) -> Callable[..., Tensor]:
         out[:, capacity:] = -math.inf
         if 0 in (q.shape[0], num_reqs, num_blocks, capacity, out.shape[1]):
             return out.fill_(-math.inf)
-        pages = Pages(index_cache)
+        pages = Pages(index_cache, layout)
+        if halved:
+            q, weights = (q.float() * 0.5).to(code), weights * 2
         lengths = seq_lens.clamp(0, capacity)
         given = whole_requests(q.shape[0], lengths) if uniform else single_tokens(q.shape[0], query_start_loc, lengths)
         each, width = given.sees.shape[1], min(capacity, out.shape[1])  # tokens of a request as the operation takes it
@@ -99,7 +105,7 @@ def bind_indexer_logits(op: Op, request: Request[Any]) -> Callable[..., Tensor]:
             scores = rows if rows.shape[1] >= capacity else rows.new_empty((rows.shape[0], capacity))
             op(
                 q[tokens].unflatten(0, (-1, each)), cache, weights[tokens].contiguous(), scores, given.lengths[part],
-                table, scores.shape[1], KVBlockSize=block_size,
+                table, scores.shape[1], Preshuffle=tiles, KVBlockSize=block_size,
             )  # fmt: skip
             held = (present.unsqueeze(2) & scored).flatten(1)[:, :width]  # [B, width]
             seen = (position < given.sees[part].unsqueeze(2)) & held.unsqueeze(1)

@@ -28,10 +28,11 @@ from mla_portable.contracts import (
     Variable,
     hookimpl,
 )
-from mla_portable.layouts import INDEX_BF16
+from mla_portable.layouts import BF16, INDEX_BF16
 from mla_portable.primitives import INDEXER_SELECT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_ascend import attention, indexer
 from mla_portable_ascend.detector import A2, A3, A5, ARCHS, OVERRIDE, detect, is_override
+from mla_portable_ascend.layouts import C8, C8_E4M3, SPLIT
 from mla_portable_ascend.resolve import TORCH_NPU, VLLM_ASCEND, Op, Place
 
 __all__ = ["PROVIDERS", "Provider", "mla_portable_register"]
@@ -39,9 +40,10 @@ __all__ = ["PROVIDERS", "Provider", "mla_portable_register"]
 _VLLM_ASCEND: Final = "vllm-ascend 182b75ea, csrc/attention: README, schema and kernel"
 _TORCH_NPU: Final = "op-plugin 517f2e7d, docs of torch_npu"
 _COPIED: Final = (
-    "the operation reads latent and rotary part from two tensors, so each row that is read is copied apart first "
+    "; the operation reads latent and rotary part from two tensors, so each row that is read is copied apart first "
     "(1,152 bytes read, written, split, and read again): a split layout is read in place"
 )
+_PAGES: Final[dict[str, Any]] = {"block_size_multiple": 16, "max_block_size": 1024}
 _A2_HEADS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 _FAULTS: Final = (507011, 507014, 507015, 507016, 507017, 507018, 507034, 507035, 507046, 507053)
 """Codes of the runtime after which a device is lost: time limits and exceptions of its cores. Those of wrong arguments, which
@@ -86,21 +88,39 @@ class Provider:
         )
 
 
-def _copied() -> Iterator[Provider]:
-    """Attention over `bf16` caches."""
-    call = partial(partial, call=attention.sparse_flash_attention, apart=True)
-    binds = {SPARSE_DECODE: call(attention.bind_sparse_decode), SPARSE_PREFILL: call(attention.bind_sparse_prefill)}
-    limits: dict[str, Any] = {"kv_layouts": ("bf16",), "attn_sink": False}
+def _binds(call: attention.Call, *, apart: bool = False) -> dict[Primitive[Any], Callable[..., Callable[..., Any]]]:
+    """Both primitives of attention through one operation; `apart` as in `attention.Attention`."""
+    return {
+        SPARSE_DECODE: partial(attention.bind_sparse_decode, call=call, apart=apart),
+        SPARSE_PREFILL: partial(attention.bind_sparse_prefill, call=call, apart=apart),
+    }
+
+
+def _unpacked(variant: str, cost: float, note: str, *, apart: bool, **limits: Any) -> Iterator[Provider]:
+    """Attention over bf16 caches. apart: their rows hold both parts. limits: fields of Support, the layout among them."""
+    limits |= {"attn_sink": False}
     few, many = {**limits, "num_heads": _A2_HEADS}, {**limits, "max_heads": 128}
     own, general = (
         Place(package, "npu_sparse_flash_attention", attention.SPLIT_KEYWORDS) for package in (VLLM_ASCEND, TORCH_NPU)
     )
-    for primitive, bind in binds.items():
-        source = f"{_VLLM_ASCEND}; {_COPIED}"
-        yield Provider("sfa_copied", primitive, own, (A2, A3), 20, source, bind, few)
-        source = f"{_TORCH_NPU}; {_COPIED}"
-        yield Provider("sfa_copied_torch_npu", primitive, general, (A2, A3), 21, source, bind, few)
-        yield Provider("sfa_copied_950", primitive, general, (A5,), 20, source, bind, many)
+    for primitive, bind in _binds(attention.sparse_flash_attention, apart=apart).items():
+        yield Provider(variant, primitive, own, (A2, A3), cost, f"{_VLLM_ASCEND}{note}", bind, few)
+        yield Provider(f"{variant}_torch_npu", primitive, general, (A2, A3), cost + 1, f"{_TORCH_NPU}{note}", bind, few)
+        yield Provider(f"{variant}_950", primitive, general, (A5,), cost, f"{_TORCH_NPU}{note}", bind, many)
+
+
+def _packed() -> Iterator[Provider]:
+    """Attention over packed caches, in place."""
+    name = "npu_kv_quant_sparse_flash_attention"
+    own = Place(VLLM_ASCEND, name, (*attention.PACKED_KEYWORDS, "return_softmax_lse"))
+    general = Place(TORCH_NPU, name, attention.PACKED_KEYWORDS)
+    limits: dict[str, Any] = {"attn_sink": False, "scale_formats": ("amax",), **_PAGES}
+    few = {**limits, "kv_layouts": (C8.name,), "num_heads": _A2_HEADS}
+    many = {**limits, "kv_layouts": (C8.name, C8_E4M3.name), "num_heads": tuple(sorted((*_A2_HEADS, 48))), "lse": False}
+    for primitive, bind in _binds(attention.kv_quant_sparse_flash_attention).items():
+        yield Provider("quant_sfa", primitive, own, (A2, A3), 10, _VLLM_ASCEND, bind, few)
+        yield Provider("quant_sfa_torch_npu", primitive, general, (A2, A3), 11, _TORCH_NPU, bind, {**few, "lse": False})
+        yield Provider("quant_sfa_950", primitive, general, (A5,), 10, _TORCH_NPU, bind, many)
 
 
 def _indexer() -> Iterator[Provider]:
@@ -109,7 +129,8 @@ def _indexer() -> Iterator[Provider]:
     limits: dict[str, Any] = {
         "kv_layouts": (INDEX_BF16.name,),
         "max_topk": 2048,
-        "block_size_multiple": 16,
+        "topks": tuple(range(3072, 8193, 1024)),
+        **_PAGES,
         "needs_whole_tables": True,
         "nan_keys": False,  # not known
     }
@@ -120,7 +141,12 @@ def _indexer() -> Iterator[Provider]:
     yield Provider("lightning_indexer_950", INDEXER_SELECT, general, (A5,), 10, _TORCH_NPU, rounded, some)
 
 
-PROVIDERS: Final[tuple[Provider, ...]] = (*_copied(), *_indexer())
+PROVIDERS: Final[tuple[Provider, ...]] = (
+    *_unpacked("sfa", 10, "", apart=False, kv_layouts=(SPLIT.name,), **_PAGES),
+    *_unpacked("sfa_copied", 20, _COPIED, apart=True, kv_layouts=(BF16.name,)),
+    *_packed(),
+    *_indexer(),
+)
 
 
 @hookimpl

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from mla_portable.contracts import DecodeSchedule, Request
 from mla_portable.kit.results import head_results
-from mla_portable.layouts import KV_LORA_RANK
+from mla_portable.layouts import KV_LORA_RANK, Cache
+from mla_portable_ascend.layouts import CODES
 from mla_portable_ascend.resolve import Op
 from mla_portable_ascend.rows import (
     COPIED_ROWS,
@@ -35,8 +36,6 @@ from mla_portable_ascend.rows import (
     valid_first,
 )
 
-Cache = Tensor | tuple[Tensor, ...]
-"""A paged cache, or flat rows: one tensor, or one for each part of a split layout."""
 Found = tuple[Tensor, Tensor | None]
 """out [T, H, 512] bf16; lse [T, H] float32, None where it was not asked for."""
 Call = Callable[[Op, Tensor, Keys, Tensor, float, bool], Found]
@@ -48,6 +47,9 @@ KEYWORDS: Final = (
 )
 """What every operation is called with."""
 SPLIT_KEYWORDS: Final = (*KEYWORDS, "query_rope", "key_rope", "return_softmax_lse")
+_TILES: Final = {"key_quant_mode": 2, "value_quant_mode": 2, "quant_scale_repo_mode": 1, "tile_size": 128, "rope_head_dim": 64}
+"""Scales of tiles of 128 codes, in the rows: the only way that is supported."""
+PACKED_KEYWORDS: Final = (*KEYWORDS, *_TILES)
 
 
 def sparse_flash_attention(op: Op, q: Tensor, keys: Keys, positions: Tensor, scale: float, lse: bool) -> Found:
@@ -57,6 +59,17 @@ def sparse_flash_attention(op: Op, q: Tensor, keys: Keys, positions: Tensor, sca
     given = _common(q_latent, latent, keys, positions, scale)
     out, peak, total = op(**given, query_rope=q_rope, key_rope=rope, return_softmax_lse=lse)
     return out, _lse(peak, total) if lse else None
+
+
+def kv_quant_sparse_flash_attention(op: Op, q: Tensor, keys: Keys, positions: Tensor, scale: float, lse: bool) -> Found:
+    """`npu_kv_quant_sparse_flash_attention`, of keys of one part. That of torch_npu has no lse, and is never asked for one."""
+    (packed,) = keys.parts
+    given = _common(q.contiguous(), packed, keys, positions, scale)
+    if not lse:
+        found = op(**given, **_TILES)
+        return found[0] if isinstance(found, tuple) else found, None
+    out, peak, total = op(**given, **_TILES, return_softmax_lse=True)
+    return out, _lse(peak, total)
 
 
 def _common(query: Tensor, key: Tensor, keys: Keys, positions: Tensor, scale: float) -> dict[str, object]:
@@ -89,7 +102,7 @@ class Attention:
 
     Attributes:
         op, call: see `Call`. lse: it is asked for. clean: indices are slots or -1, the slots first.
-        apart: rows hold latent and rotary part, and are copied apart.
+        apart: rows hold latent and rotary part, and are copied apart. codes: the dtype that bytes are handed over as, or None.
     """
 
     op: Op
@@ -97,6 +110,7 @@ class Attention:
     lse: bool
     clean: bool
     apart: bool
+    codes: torch.dtype | None
 
     def attend(
         self, q: Tensor, kv: Cache, indices: Tensor, lengths: Tensor | None, scale: float, out: Tensor, lse_out: Tensor
@@ -105,14 +119,14 @@ class Attention:
 
         q [T, H, 576]; kv: parts [W, width] or [blocks, block_size, width]; indices [T, K]; lengths [T].
         """
-        parts = kv if isinstance(kv, tuple) else (kv,)
+        parts = kv if isinstance(kv, tuple) else (kv if self.codes is None else kv.view(self.codes),)
         num_rows, topk = math.prod(parts[0].shape[:-1]), indices.shape[1]
         if num_rows == 0:
             out.zero_()
             lse_out.fill_(-math.inf)
             return
         slots = indices.contiguous() if self.clean else valid_first(indices, num_rows, lengths)
-        whole = None if self.apart else self._in_place(parts, topk)
+        whole = None if self.apart else paged_keys(parts, topk)
         if whole is None and num_rows <= min(slots.numel(), COPIED_ROWS):
             whole = self._copied(tuple(map(flattened, parts)), topk)
         if whole is not None:
@@ -125,10 +139,6 @@ class Attention:
             keys = self._copied(tuple(named_rows(part, named) for part in parts), topk)
             places = torch.arange(named.numel(), dtype=torch.int32, device=named.device).view_as(named)
             self._write(q[some], keys, torch.where(named >= 0, places, -1), scale, out[some], lse_out[some])
-
-    def _in_place(self, parts: tuple[Tensor, ...], topk: int) -> Keys | None:
-        """The cache itself, where an operation can read it."""
-        return flat_keys(parts, topk) if parts[0].dim() == 2 else paged_keys(parts, topk)
 
     def _copied(self, rows: tuple[Tensor, ...], topk: int) -> Keys:
         """Copied rows [N, width] as keys."""
@@ -148,7 +158,7 @@ class Attention:
 def _attention(op: Op, request: Request, call: Call, *, apart: bool) -> Attention:
     """For a request. Clean lengths count leading slots, behind which clean indices are -1."""
     clean = request.lengths and request.clean_lengths and request.clean_indices
-    return Attention(op, call, request.lse, clean, apart)
+    return Attention(op, call, request.lse, clean, apart, CODES.get(request.kv_layout or ""))
 
 
 def bind_sparse_prefill(op: Op, request: Request, *, call: Call, apart: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:

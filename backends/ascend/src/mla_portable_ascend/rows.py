@@ -67,9 +67,10 @@ def paged_keys(caches: tuple[Tensor, ...], topk: int) -> Keys | None:
     if None in found or len(factors) != 1:
         return None
     num_blocks, block_size, _ = caches[0].shape
-    columns = torch.arange(max(num_blocks, -(-topk // block_size)), dtype=torch.int32, device=caches[0].device)
+    columns = max(num_blocks, -(-topk // block_size))
+    table = torch.arange(columns, dtype=torch.int32, device=caches[0].device) % num_blocks * factors.pop()
     parts = tuple(each[0].unsqueeze(2) for each in found if each is not None)
-    return Keys(parts, (columns % num_blocks * factors.pop()).unsqueeze(0), len(columns) * block_size)
+    return Keys(parts, table.unsqueeze(0), columns * block_size)
 
 
 def adjacent_blocks(cache: Tensor) -> tuple[Tensor, int] | None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import triton
 
-from mla_portable.kit.triton_launcher import OPTIONS
+from mla_portable.kit.triton_launcher import OPTIONS, splits_by_alignment
 
 TARGETS: Final[dict[str, tuple[str, int | str, int]]] = {
     "sm80": ("cuda", 80, 32),
@@ -43,8 +43,8 @@ class AotVariant:
 
     Attributes:
         kernel: the @triton.jit function.
-        signature: run-time parameter -> Triton type ("i32", "fp32", "*bf16"); pointers are taken as 16-byte aligned, as
-            torch allocates them, and strides that Triton specialises on as multiples of 16.
+        signature: run-time parameter -> Triton type ("i32", "fp32", "*bf16"); pointers that Triton tells apart by alignment
+            are taken as 16-byte aligned, as torch allocates them, and strides that it specialises on as multiples of 16.
         constexprs: parameter -> value; None for a tensor that is not given. Together with `signature` every parameter.
         num_warps, num_stages: launch options. max_registers: of a thread, on NVIDIA's targets; 0 for no limit.
         label: a name for reports, unique in its file.
@@ -103,13 +103,16 @@ def compiled(variant: AotVariant, arch: str) -> Any:
     if missing:
         raise ValueError(f"{variant.label}: no type and no value for {', '.join(missing)}")
     signature = {name: variant.signature.get(name, "constexpr") for name in names}
-    strides = {param.name for param in variant.kernel.params if "_stride" in param.name and not param.do_not_specialize}
+    params = variant.kernel.params
+    strides = {param.name for param in params if "_stride" in param.name and not param.do_not_specialize}
+    anywhere = {param.name for param in params if not splits_by_alignment(param)}
     # as Triton states them for a call, constants included, so that what is compiled here has the name that a call looks for
     attributes: dict[tuple[int, ...], list[Any]] = {}
     for i, name in enumerate(names):
-        if signature[name].startswith("*") or name in strides:
+        is_pointer = signature[name].startswith("*")
+        if (is_pointer and name not in anywhere) or name in strides:
             attributes[i,] = [["tt.divisibility", 16]]
-        elif signature[name] == "constexpr":
+        elif is_pointer or signature[name] == "constexpr":
             attributes[i,] = []
     source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constexprs), attrs=attributes)
     options: dict[str, object] = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **OPTIONS}

@@ -47,6 +47,10 @@ class Scores(Protocol):
 
     relative: bool
 
+    def num_sms(self) -> int:
+        """Multiprocessors that `schedule` deals rows out to."""
+        ...
+
     def schedule(self, lens: Tensor) -> Tensor:
         """How `paged` deals rows of these lengths, [B, S] int32, out to the multiprocessors; opaque, on the device."""
         ...
@@ -90,6 +94,10 @@ class DeepGemm(Scores):
             raise NotThisConvention(f"{self._ragged.__name__} takes neither clean_logits nor max_seqlen_k")
         self._uncleaned = {"clean_logits": False} if "clean_logits" in _known(self._paged, _PAGED) else {}
 
+    def num_sms(self) -> int:
+        """See Scores."""
+        return self._num_sms()
+
     def schedule(self, lens: Tensor) -> Tensor:
         """See Scores."""
         return self._schedule(lens, PAGE, self._num_sms())
@@ -122,6 +130,10 @@ class Fp8Scores(Scores):
         self._ragged_options, self._paged_options = (
             {"clean_logits": False} if "clean_logits" in names else {} for names in (ragged, paged)
         )
+
+    def num_sms(self) -> int:
+        """See Scores."""
+        return self._num_sms()
 
     def schedule(self, lens: Tensor) -> Tensor:
         """See Scores."""

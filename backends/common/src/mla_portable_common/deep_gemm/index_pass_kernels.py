@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable_common.deep_gemm.pages import PAGE, IndexPasses, Pages, Rows
 
 _BLOCK_R: Final = 64
@@ -29,7 +29,10 @@ _ERASED: Final = 64
 _INT32_MAX = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["first", "num_requests", "num_blocks", "table_width", "table_stride", "width", "columns"])
+@triton.jit(
+    do_not_specialize=["first", "num_requests", "num_blocks", "table_width", "table_stride", "width", "columns"],
+    **at_any_address("zero_ptr", "end_ptr", "owner_ptr", "len_ptr", "target_ptr", "start_ptr", "seq_ptr", "table_ptr"),
+)
 def _describe_kernel(
     zero_ptr, end_ptr, owner_ptr, len_ptr, target_ptr, start_ptr, seq_ptr, table_ptr, first, num_requests, num_blocks,
     table_width, table_stride, width, columns,
@@ -69,7 +72,10 @@ def _describe_kernel(
     tl.store(target_ptr + row * columns + column, block, mask=needed)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "table_stride", "num_logits", "out_stride", "logits_stride"])
+@triton.jit(
+    do_not_specialize=["num_blocks", "table_stride", "num_logits", "out_stride", "logits_stride"],
+    **at_any_address("out_ptr", "logits_ptr", "end_ptr", "owner_ptr", "table_ptr"),
+)
 def _finish_kernel(
     out_ptr, logits_ptr, end_ptr, owner_ptr, table_ptr, num_blocks, table_stride, num_logits, out_stride, logits_stride,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -86,7 +92,10 @@ def _finish_kernel(
     tl.store(out_ptr + row * out_stride + position, scores, mask=position < num_logits)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "table_stride", "logits_stride", "width"])
+@triton.jit(
+    do_not_specialize=["num_blocks", "table_stride", "logits_stride", "width"],
+    **at_any_address("logits_ptr", "end_ptr", "owner_ptr", "table_ptr"),
+)
 def _erase_kernel(
     logits_ptr, end_ptr, owner_ptr, table_ptr, num_blocks, table_stride, logits_stride, width,
     PAGE: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -105,7 +114,10 @@ def _erase_kernel(
         tl.store(logits_ptr + row * logits_stride + position, nothing, mask=absent[:, None] & (position < width))
 
 
-@triton.jit(do_not_specialize=["num_logits", "out_stride", "logits_stride"])
+@triton.jit(
+    do_not_specialize=["num_logits", "out_stride", "logits_stride"],
+    **at_any_address("out_ptr", "logits_ptr", "start_ptr", "end_ptr"),
+)
 def _window_kernel(
     out_ptr, logits_ptr, start_ptr, end_ptr, num_logits, out_stride, logits_stride,
     RELATIVE: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -4,7 +4,8 @@
 It allocates its result, so a call takes some tokens at a time, and one pass brings their scores to `out`.
 
 paged    which request a token belongs to is known on the device alone, so each token is a row of the kernel with a table of its
-         own (next_n 1). Tokens of a batch of one request go two a row, which reads each key once for both.
+         own (next_n 1). Tokens of a batch of one request go two a row, which reads each key once for both. DeepGEMM's schedule
+         is made in the call, unless the step's planner made it (`schedules`).
 ragged   ranges are clamped first: one that ends before it starts would wrap around.
 """
 
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, InvalidArgument
 from mla_portable_common.deep_gemm.conventions import Scores
-from mla_portable_common.deep_gemm.pages import PAGE, IndexPasses, Pages, Rows
+from mla_portable_common.deep_gemm.pages import PAGE, IndexPasses, Pages, Rows, tokens_of_row
+from mla_portable_common.deep_gemm.schedules import IndexSchedule
 
 _ALIGNED: Final = 256
 """DeepGEMM pads rows of scores to a multiple of this."""
@@ -62,25 +64,36 @@ class PagedScores:
             first += count
 
     def __call__(
-        self, q: Tensor, weights: Tensor, index_cache: Tensor, pages: Pages, first: int, count: int
+        self,
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        pages: Pages,
+        first: int,
+        count: int,
+        planned: IndexSchedule | None = None,
     ) -> tuple[Tensor, Rows]:
         """Scores [count, width] of the tokens from `first` on, anything where a token sees nothing; and what it sees.
 
         Args:
             q: [T, H, 128] e4m3 and weights [T, H] float32, packed. index_cache: [blocks, 64, 132] uint8.
-            first, count: as `calls` says.
+            first, count: as `calls` says. planned: for all tokens; None, or of other lengths: a schedule is made here.
         """
         blocks, _, width = index_cache.shape
         if blocks == 1:  # its stride means nothing, and DeepGEMM looks at it
             cache = index_cache.as_strided((1, PAGE, 1, width), (PAGE * width, width, width, 1))
         else:
             cache = index_cache.unsqueeze(2)
-        tokens_a_row = 2 if pages.seq_lens.shape[0] == 1 and count % 2 == 0 else 1
+        tokens_a_row = tokens_of_row(pages.seq_lens.shape[0], count)
         rows = Rows.empty(count, tokens_a_row, -(-pages.width // PAGE), q.device)
         self._passes.describe(rows, pages, first)
         some = slice(first, first + count)
         queries = q[some].view(-1, tokens_a_row, *q.shape[1:])
-        schedule = self._kernel.schedule(rows.lens)
+        schedule = None
+        if planned is not None and count == q.shape[0]:
+            schedule = planned.metadata_for(pages.width, pages.block_table.shape[1] * PAGE, self._kernel.num_sms())
+        if schedule is None:
+            schedule = self._kernel.schedule(rows.lens)
         logits = self._kernel.paged(queries, cache, weights[some], rows.lens, rows.table, schedule, pages.width)
         return logits, rows
 
@@ -100,6 +113,7 @@ class PagedLogits:
         seq_lens: Tensor,
         block_table: Tensor,
         *,
+        schedule: IndexSchedule | None = None,
         out: Tensor,
     ) -> Tensor:
         num_tokens, num_logits = out.shape
@@ -111,7 +125,9 @@ class PagedLogits:
         pages = Pages(query_start_loc, seq_lens, block_table, index_cache.shape[0], width)
         q, weights = packed(q), packed(weights)
         for first, count in self._scores.calls(num_tokens, pages, self._scratch_bytes):
-            self._finish(out[first : first + count], pages, *self._scores(q, weights, index_cache, pages, first, count))
+            self._finish(
+                out[first : first + count], pages, *self._scores(q, weights, index_cache, pages, first, count, schedule)
+            )
         return out
 
     def _finish(self, out: Tensor, pages: Pages, logits: Tensor, rows: Rows) -> None:

@@ -2,7 +2,8 @@
 """indexer_select as DeepGEMM's paged scores of some tokens at a time, then the device's topk_select on them where they lie.
 
 Scores are not copied: the top-k gets how many each token sees, and absent blocks are overwritten with -inf before it.
-Four launches and those of the top-k serve some tokens: what they see, DeepGEMM's schedule, scores, absent blocks.
+Four launches and those of the top-k serve some tokens: what they see, DeepGEMM's schedule unless it was planned, scores,
+absent blocks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mla_portable.primitives import TopkSelect
 from mla_portable_common.deep_gemm.conventions import Scores
 from mla_portable_common.deep_gemm.indexer_logits import PagedScores, packed
 from mla_portable_common.deep_gemm.pages import PAGE, IndexPasses, Pages
+from mla_portable_common.deep_gemm.schedules import IndexSchedule
 
 SCRATCH_BYTES: Final = 60 << 20
 """Of scores, tables and the top-k; what allocators round up to stays within the 64 MiB that the primitive promises."""
@@ -49,6 +51,7 @@ class DeepGemmSelect:
         block_table: Tensor,
         *,
         topk: int,
+        schedule: IndexSchedule | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         num_tokens, width = q.shape[0], block_table.shape[1] * PAGE
@@ -61,13 +64,22 @@ class DeepGemmSelect:
         pages = Pages(query_start_loc, seq_lens, block_table, index_cache.shape[0], width)
         q, weights = packed(q), packed(weights)
         for first, count in self._scores.calls(num_tokens, pages, self._scratch_bytes, self._topk_bytes):
-            self._select(out[first : first + count], topk, q, weights, index_cache, pages, first, count)
+            self._select(out[first : first + count], topk, q, weights, index_cache, pages, first, count, schedule)
         return out
 
     def _select(
-        self, out: Tensor, topk: int, q: Tensor, weights: Tensor, index_cache: Tensor, pages: Pages, first: int, count: int
+        self,
+        out: Tensor,
+        topk: int,
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        pages: Pages,
+        first: int,
+        count: int,
+        schedule: IndexSchedule | None,
     ) -> None:
         """Some tokens. A function of its own: its scores are free again when it returns."""
-        logits, rows = self._scores(q, weights, index_cache, pages, first, count)
+        logits, rows = self._scores(q, weights, index_cache, pages, first, count, schedule)
         self._passes.erase(logits, rows, pages)
         self._topk(logits, rows.starts, rows.ends, topk=topk, out=out)

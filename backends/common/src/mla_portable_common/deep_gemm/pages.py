@@ -50,9 +50,27 @@ class Rows:
     def empty(cls, tokens: int, tokens_a_row: int, columns: int, device: torch.device) -> Rows:
         """Memory for B * S = `tokens`."""
         starts, ends, owners = torch.empty((3, tokens), dtype=torch.int32, device=device)
-        # DeepGEMM's scheduler looks at the length behind the last one
-        lens = torch.empty(tokens + tokens_a_row, dtype=torch.int32, device=device)[:tokens].view(-1, tokens_a_row)
+        lens = _empty_lengths(tokens, tokens_a_row, device)
         return cls(starts, ends, owners, lens, torch.empty((lens.shape[0], columns), dtype=torch.int32, device=device))
+
+
+def _empty_lengths(tokens: int, tokens_a_row: int, device: torch.device) -> Tensor:
+    """[tokens / tokens_a_row, tokens_a_row] int32: DeepGEMM's scheduler looks at the length behind the last one."""
+    return torch.empty(tokens + tokens_a_row, dtype=torch.int32, device=device)[:tokens].view(-1, tokens_a_row)
+
+
+def row_lengths(seen: Tensor, query_len: int) -> Tensor:
+    """`Rows.lens` of a batch whose requests have `query_len` tokens each and see `seen` [R] int32 keys at their last one."""
+    tokens, tokens_a_row = len(seen) * query_len, tokens_of_row(len(seen), len(seen) * query_len)
+    lens = _empty_lengths(tokens, tokens_a_row, seen.device)
+    before_last = torch.arange(1 - query_len, 1, dtype=torch.int32, device=seen.device)
+    each = (seen.unsqueeze(1) + before_last).clamp_(min=1).view(-1, tokens_a_row)  # a row counts as long as its last token's
+    return lens.copy_(each[:, -1:])
+
+
+def tokens_of_row(num_requests: int, tokens: int) -> int:
+    """Tokens of a row of the kernel: 2 where all are of one request and their number is even, so that keys are read once."""
+    return 2 if num_requests == 1 and tokens % 2 == 0 else 1
 
 
 class IndexPasses(Protocol):

@@ -16,6 +16,7 @@ from mla_portable_common.deep_gemm.discovery import find_scores, scores_reasons
 from mla_portable_common.deep_gemm.indexer_logits import PagedLogits, RaggedLogits
 from mla_portable_common.deep_gemm.indexer_select import DeepGemmSelect
 from mla_portable_common.deep_gemm.pages import PAGE
+from mla_portable_common.deep_gemm.schedules import deepgemm_rows
 from mla_portable_common.deep_gemm.torch_passes import TorchIndexPasses
 from mla_portable_common.libraries import Library
 
@@ -25,7 +26,7 @@ def scores(name: str, library: Library, support: Support, *, preference: float =
     `fp8_mqa_logits`, or on DeepGEMM's newer names of them.
 
     The adapters clamp ranges, lengths and tables first, bound what a call allocates, and write -inf where a token sees nothing
-    and for NaN. indexer_select takes the device's topk_select after it.
+    and for NaN. indexer_select takes the device's topk_select after it. A step's decodes may be planned once for all layers.
 
     Args:
         name: of the implementations, "<vendor>.deep_gemm".
@@ -35,13 +36,15 @@ def scores(name: str, library: Library, support: Support, *, preference: float =
         preference: as of `Implementation`.
     """
     paged = replace(support, block_sizes=(PAGE,), cache_alignment=16)
-    for primitive, declared, bind, tried in (
-        (INDEXER_LOGITS, paged, _bind_logits, INDEXER_LOGITS),
-        (INDEXER_LOGITS_RAGGED, support, _bind_ragged, INDEXER_LOGITS_RAGGED),
-        (INDEXER_SELECT, paged, _bind_select, INDEXER_LOGITS),
+    rows = deepgemm_rows(partial(find_scores, library, scores_of_module))
+    for primitive, declared, bind, tried, kind in (
+        (INDEXER_LOGITS, paged, _bind_logits, INDEXER_LOGITS, rows),
+        (INDEXER_LOGITS_RAGGED, support, _bind_ragged, INDEXER_LOGITS_RAGGED, None),
+        (INDEXER_SELECT, paged, _bind_select, INDEXER_LOGITS, rows),
     ):
         check = partial(scores_reasons, library, scores_of_module, tried)
-        yield Implementation(name, primitive, declared, partial(bind, library), check=check, preference=preference)
+        own: dict[str, Any] = {"check": check, "preference": preference, "schedule_kind": kind}
+        yield Implementation(name, primitive, declared, partial(bind, library), **own)
 
 
 def _kernel(library: Library, primitive: Primitive[Any], request: Request[Any]) -> Scores:

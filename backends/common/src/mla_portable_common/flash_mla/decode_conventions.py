@@ -17,6 +17,7 @@ from torch import Tensor
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_common.flash_mla.conventions import DecodeKernel, Plan, PreparedDecode, SecondCache, output_of
 from mla_portable_common.libraries import NotThisConvention, Positions, parameters_of
+from mla_portable_common.streams import stream_of
 
 _EXTRA_NAMES: Final = ("extra_kv", "extra_indices")
 _DECODE_NAMES: Final = ("q", "kv", "indices", "attn_sink", "tile_scheduler_metadata", "num_splits", "d_v", "sm_scale")
@@ -223,14 +224,15 @@ class TensorsDecode(DecodeKernel):
     def _own(self, q: Tensor, topk: int) -> tuple[Tensor, Plan]:
         """([B] int32 lengths that nothing reads, the plan) for a call of these shapes."""
         batch, query_len, heads, _ = q.shape
-        stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0  # another stream would not wait for it
+        # another stream would not wait for it
+        stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else stream_of(q.device)[0]
         key = (batch, query_len, heads, topk, q.device, stream)
         known = self._plans.get(key)
         if known is None:
             lens = torch.full((batch,), topk, dtype=torch.int32, device=q.device)
             plan = self._make(lens, query_len * heads, 1, num_heads_q=heads, is_fp8_kvcache=self._fp8, topk=topk)
             known = (lens, (plan[0], plan[1]))
-            if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if not (torch.cuda.is_current_stream_capturing() if q.is_cuda else stream_of(q.device)[1]):
                 self._plans[key] = known
         return known
 

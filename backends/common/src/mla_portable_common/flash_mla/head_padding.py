@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.layouts import HEAD_SIZE
+from mla_portable_common.streams import stream_of
 
 KERNEL_HEADS: Final = (64, 128)
 """Head counts that FlashMLA's kernels have on every path."""
@@ -39,10 +40,11 @@ class PaddedQueries(threading.local):
         Valid until the next call of this thread on this stream.
         """
         if device.type != "cuda":
-            return self._kept((device, num_heads, heads), (rows, heads, width), device)
-        if torch.cuda.is_current_stream_capturing():
+            stream, is_capturing = stream_of(device)
+        else:  # the same, in less time
+            stream, is_capturing = torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
+        if is_capturing:
             return torch.zeros((rows, heads, width), dtype=torch.bfloat16, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
         return self._kept((device, stream, num_heads, heads), (rows, heads, width), device)
 
     def _kept(self, key: tuple[object, ...], shape: tuple[int, int, int], device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from mla_portable.primitives.topk_select import reference as topk_reference
 from mla_portable_common.deep_gemm.indexer_logits import PagedLogits, RaggedLogits
 from mla_portable_common.deep_gemm.indexer_select import TOPK_BYTES, DeepGemmSelect
 from mla_portable_common.deep_gemm.pages import PAGE
+from mla_portable_common.deep_gemm.schedules import deepgemm_rows
 from mla_portable_nvidia.deepgemm.discovery import deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.native.topk_select import NativeTopkSelect
 
@@ -32,6 +33,7 @@ HEADS: Final = (32, 64)
 """What every build takes on both architectures."""
 PREFERENCE: Final = 60.0
 """Behind the portable kernels (50) where nothing was timed: on few rows the passes around it cost more than it gains."""
+DEEPGEMM_ROWS: Final = deepgemm_rows(find_deepgemm)
 
 
 def bind_indexer_logits(request: Request[IndexerLogits]) -> IndexerLogits:
@@ -67,6 +69,7 @@ def deepgemm_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> It
         bind_indexer_logits,
         check=partial(deepgemm_reasons, INDEXER_LOGITS),
         preference=PREFERENCE,
+        schedule_kind=DEEPGEMM_ROWS,
     )
     yield Implementation(
         NAME,
@@ -113,4 +116,5 @@ def select_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iter
         bind_indexer_select,
         check=partial(deepgemm_reasons, INDEXER_LOGITS),
         preference=PREFERENCE,
+        schedule_kind=DEEPGEMM_ROWS,
     )

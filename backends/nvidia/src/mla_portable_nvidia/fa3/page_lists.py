@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.kit.triton_launcher import at_any_address
 from mla_portable_nvidia.passes.prepared_passes import Arguments, PreparedPass
 
 _INT32_MAX: Final = 2**31 - 1
 _BLOCK_K: Final = 2048
 
 
-@triton.jit(do_not_specialize=["last_row"])
+@triton.jit(do_not_specialize=["last_row"], **at_any_address("counts_ptr", "lengths_ptr"))
 def _page_list_kernel(
     pages_ptr, counts_ptr, indices_ptr, lengths_ptr, last_row, row_stride, length_stride,
     TOPK: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK_K: tl.constexpr,

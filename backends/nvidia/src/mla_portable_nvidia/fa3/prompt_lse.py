@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.kit.triton_launcher import at_any_address
 from mla_portable_nvidia.passes.prepared_passes import Arguments, PreparedPass
 
 _BLOCK_T: Final = 64
 _BLOCK_H: Final = 16
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+@triton.jit(do_not_specialize=["num_tokens", "num_requests", "lse_head"], **at_any_address("out_ptr", "lse_ptr", "starts_ptr"))
 def _prompt_lse_kernel(
     out_ptr, lse_ptr, starts_ptr, num_tokens, num_requests, num_heads, out_token, out_head, lse_head,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.kit.triton_launcher import at_any_address
 from mla_portable_nvidia.passes.early_start import can_wait, wait_for_kernel_in_front
 from mla_portable_nvidia.passes.prepared_passes import Arguments, PreparedPass
 
@@ -20,7 +21,7 @@ _BLOCK: Final = 4096
 _MERGED_HEADS: Final = 4
 
 
-@triton.jit(do_not_specialize=["num_heads", "part"])
+@triton.jit(do_not_specialize=["num_heads", "part", "length_stride"], **at_any_address("limits_ptr", "lengths_ptr"))
 def _spread_kernel(
     queries_ptr, limits_ptr, q_ptr, lengths_ptr, num_heads, part, row_stride, head_stride, length_stride,
     PARTS: tl.constexpr, KERNEL_HEADS: tl.constexpr, WIDTH: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
@@ -39,7 +40,7 @@ def _spread_kernel(
             tl.store(limits_ptr + row * PARTS + p, tl.minimum(tl.maximum(length - p * part, 0), part))
 
 
-@triton.jit(do_not_specialize=["num_heads"])
+@triton.jit(do_not_specialize=["num_heads"], **at_any_address("lse_out_ptr", "lses_ptr", "sink_ptr"))
 def _merge_kernel(
     out_ptr, lse_out_ptr, parts_ptr, lses_ptr, sink_ptr, num_heads, out_row, out_head, lse_out_row, lse_out_head,
     PARTS: tl.constexpr, KERNEL_HEADS: tl.constexpr, WIDTH: tl.constexpr, LSE: tl.constexpr, SINK: tl.constexpr,

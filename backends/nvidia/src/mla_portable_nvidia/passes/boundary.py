@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.kit.triton_launcher import at_any_address
 from mla_portable_nvidia.passes.early_start import can_wait, wait_for_kernel_in_front
 from mla_portable_nvidia.passes.prepared_passes import Arguments, PreparedPass
 
@@ -26,7 +27,9 @@ _BLOCK_LSE: Final = 256
 _COLUMNS: Final = 32
 
 
-@triton.jit(do_not_specialize=["last_slot", "query_len"])
+@triton.jit(
+    do_not_specialize=["last_slot", "query_len", "length_batch_stride", "length_query_stride"], **at_any_address("lengths_ptr")
+)
 def _sanitise_kernel(
     out_ptr, indices_ptr, lengths_ptr, last_slot, query_len, batch_stride, query_stride, length_batch_stride,
     length_query_stride, TOPK: tl.constexpr, WIDTH: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -42,7 +45,19 @@ def _sanitise_kernel(
     tl.store(out_ptr + row * WIDTH + k, index, mask=k < WIDTH)
 
 
-@triton.jit(do_not_specialize=["query_len", "num_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "query_len",
+        "num_heads",
+        "lse_out_batch",
+        "lse_out_query",
+        "lse_out_head",
+        "lse_batch",
+        "lse_head",
+        "lse_query",
+    ],
+    **at_any_address("lse_out_ptr", "lse_ptr", "sink_ptr"),
+)
 def _finish_kernel(
     out_ptr, lse_out_ptr, result_ptr, lse_ptr, sink_ptr, query_len, num_heads,
     out_batch, out_query, out_head, lse_out_batch, lse_out_query, lse_out_head,
@@ -71,7 +86,20 @@ def _finish_kernel(
     tl.store(place, tl.where(empty[:, None], zero, value), mask=is_head[:, None])
 
 
-@triton.jit(do_not_specialize=["total", "query_len", "num_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "total",
+        "query_len",
+        "num_heads",
+        "lse_out_batch",
+        "lse_out_query",
+        "lse_out_head",
+        "lse_batch",
+        "lse_head",
+        "lse_query",
+    ],
+    **at_any_address("lse_out_ptr", "lse_ptr"),
+)
 def _lse_kernel(
     out_ptr, lse_out_ptr, lse_ptr, total, query_len, num_heads,
     out_batch, out_query, out_head, lse_out_batch, lse_out_query, lse_out_head, lse_batch, lse_head, lse_query,

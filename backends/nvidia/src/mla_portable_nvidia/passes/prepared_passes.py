@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import OPTIONS, TritonLauncher
+from mla_portable.kit.triton_launcher import OPTIONS, TritonLauncher, splits_by_alignment
 from mla_portable_nvidia.native.runtime.driver import Kernel, Launch, Launches
 
 _INTEGERS: Final = {"i32": "i", "i64": "q"}
@@ -64,6 +64,8 @@ class PreparedPass:
         self._kernel, self._through_triton = kernel, TritonLauncher(kernel)
         self._launches = Launches[Launch]()
         self._prepares = True
+        params = getattr(kernel, "params", ())  # interpreted ones have none, and are not prepared
+        self._aligned = [param.num for param in params if param.name.endswith("_ptr") and splits_by_alignment(param)]
 
     def __call__(
         self,
@@ -82,7 +84,7 @@ class PreparedPass:
         """
         at = [tensor.data_ptr() for tensor in tensors]
         # Triton compiles for addresses that are multiples of 16, and for others
-        key = (kind, tensors[0].get_device(), *[address % 16 == 0 for address in at])
+        key = (kind, tensors[0].get_device(), *[at[place] % 16 == 0 for place in self._aligned])
         launch = self._launches.get(key)
         if launch is not None:
             launch(*at, *changing)

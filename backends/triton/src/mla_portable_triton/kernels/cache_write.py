@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable.layouts import BF16, BF16_NOPE, E4M3_MAX, FP8_DS_MLA, FP8_NOPE, FP8_V4, POW2_MIN_EXPONENT
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
@@ -69,7 +69,7 @@ def scaled_tile(values, amax_bits, POW2: tl.constexpr):
     return scaled, scale
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"], **at_any_address("slot_ptr"))
 def cache_write_kernel(
     kv_c_ptr,
     k_pe_ptr,

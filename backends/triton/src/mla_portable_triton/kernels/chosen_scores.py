@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts import ContextShare
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.index_keys import whole_position
 
@@ -21,7 +21,7 @@ _TILE: Final = 512
 _STRIDES: Final = ("chosen_stride", "listed_stride", "logits_stride")
 
 
-@triton.jit(do_not_specialize=list(_STRIDES))
+@triton.jit(do_not_specialize=list(_STRIDES), **at_any_address("chosen_ptr", "listed_ptr", "logits_ptr"))
 def chosen_scores_kernel(
     chosen_ptr, listed_ptr, logits_ptr, chosen_stride, listed_stride, logits_stride,
     TOPK: tl.constexpr, TILE: tl.constexpr, DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEAVE: tl.constexpr,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.share import WHOLE, ContextShare
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.early_start import let_next_start, lets_next_start
@@ -35,7 +35,10 @@ CONFIGS: Final = {"default": Config(tile=2048, num_warps=8)}  # tile: indices; u
 
 
 # the strides of the index rows follow from K, which a model fixes; what a batch changes is not specialised on
-@triton.jit(do_not_specialize=["num_reqs", "table_width", "table_stride", "num_prefills", "last_slot"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "table_width", "table_stride", "num_prefills", "last_slot"],
+    **at_any_address("counts_ptr", "req_id_ptr", "table_ptr", "prefill_id_ptr", "prefill_start_ptr", "seq_lens_ptr"),
+)
 def convert_indices_kernel(
     indices_ptr,
     counts_ptr,

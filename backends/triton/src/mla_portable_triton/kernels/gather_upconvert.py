@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16
@@ -63,7 +63,10 @@ def _owner_of(row, start_ptr, len_ptr, num_requests, BLOCK_P: tl.constexpr):
     return owner, tl.where(owner >= 0, row - start, -1)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "table_width", "table_stride", "num_requests", "num_rows"])
+@triton.jit(
+    do_not_specialize=["num_blocks", "table_width", "table_stride", "num_requests", "num_rows"],
+    **at_any_address("table_ptr", "len_ptr", "start_ptr"),
+)
 def gather_upconvert_kernel(
     out_ptr,
     cache_ptr,

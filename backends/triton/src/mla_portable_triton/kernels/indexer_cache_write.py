@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, INDEX_LEAST_AMAX
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
@@ -29,7 +29,7 @@ KEY = tl.constexpr(INDEX_HEAD_SIZE)
 _LEAST_AMAX = tl.constexpr(INDEX_LEAST_AMAX)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"], **at_any_address("slot_ptr"))
 def index_write_kernel(
     key_ptr, cache_ptr, slot_ptr, num_tokens, num_blocks, key_stride, block_stride,
     CACHE_BLOCK: tl.constexpr, FP8: tl.constexpr, POW2: tl.constexpr, E4M3_NATIVE: tl.constexpr, BF16_NATIVE: tl.constexpr,

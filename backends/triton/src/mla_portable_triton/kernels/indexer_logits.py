@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.share import WHOLE, ContextShare
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable_triton import index_forms
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.index_keys import (
@@ -77,7 +77,7 @@ _PROGRAMS: Final = 16
 _FREE: Final = ["first_token", "num_requests", "num_blocks", "table_width", "table_stride", "num_logits", "out_stride", "along"]
 
 
-@triton.jit(do_not_specialize=_FREE)
+@triton.jit(do_not_specialize=_FREE, **at_any_address("out_ptr", "begin_ptr", "end_ptr", "start_ptr", "len_ptr", "table_ptr"))
 def decode_kernel(
     out_ptr, begin_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests,
     num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,
@@ -135,7 +135,10 @@ def _write(out_ptr, row, out_stride, position, scores, seen, num_logits, FILL: t
     tl.store(out_ptr + row.to(tl.int64) * out_stride + position, scores, mask=written)
 
 
-@triton.jit(do_not_specialize=[*_FREE, "last_token"])
+@triton.jit(
+    do_not_specialize=[*_FREE, "last_token"],
+    **at_any_address("out_ptr", "begin_ptr", "end_ptr", "start_ptr", "len_ptr", "table_ptr"),
+)
 def prefill_kernel(
     out_ptr, begin_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests,
     num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable_triton import index_forms
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.index_keys import (
@@ -33,7 +33,7 @@ _BF16 = tl.constexpr(index_forms.BF16)
 _FREE: Final = ["num_tokens", "num_keys", "out_stride", "along"]
 
 
-@triton.jit(do_not_specialize=_FREE)
+@triton.jit(do_not_specialize=_FREE, **at_any_address("out_ptr", "scale_ptr", "start_ptr", "end_ptr"))
 def ragged_kernel(
     out_ptr, q_ptr, weight_ptr, key_ptr, scale_ptr, start_ptr, end_ptr, num_tokens, num_keys, out_stride, key_stride,
     q_stride_t, q_stride_h, weight_stride, along,

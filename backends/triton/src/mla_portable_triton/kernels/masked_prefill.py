@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
 from mla_portable_triton.kernels.strides import stride_unit
@@ -237,7 +237,8 @@ def _attend(
             "v_stride_n",
         ),
         *("v_stride_h", "selection_stride_t", "out_stride_t", "out_stride_h", "lse_stride_t", "lse_stride_h"),
-    ]
+    ],
+    **at_any_address("lse_ptr", "query_start_loc_ptr", "key_start_loc_ptr", "selection_ptr"),
 )
 def masked_prefill_kernel(
     out_ptr,

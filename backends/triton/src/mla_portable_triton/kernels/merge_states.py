@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
 from mla_portable_triton.kernels.strides import stride_unit
@@ -32,7 +32,8 @@ SHORT_ROW = 256
     do_not_specialize=[
         *("num_parts", "outs_stride_p", "lses_stride_p", "out_stride_b", "out_stride_s", "out_stride_h"),
         *("lse_stride_b", "lse_stride_s", "lse_stride_h"),
-    ]
+    ],
+    **at_any_address("lse_ptr", "lses_ptr", "sink_ptr"),
 )
 def merge_states_kernel(
     out_ptr,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable_triton.aot import AotVariant, variant
 
 _TILE: Final = 1024
@@ -23,7 +23,10 @@ _TILE: Final = 1024
 _NUM_WARPS: Final = 4
 
 
-@triton.jit(do_not_specialize=["topk", "width", "num_words", "topk_stride", "out_stride"])
+@triton.jit(
+    do_not_specialize=["topk", "width", "num_words", "topk_stride", "out_stride"],
+    **at_any_address("out_ptr", "topk_ptr", "start_ptr"),
+)
 def pack_selection_kernel(
     out_ptr,
     topk_ptr,

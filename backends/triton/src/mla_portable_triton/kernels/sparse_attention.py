@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable.layouts import LAYOUTS
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig
@@ -58,7 +58,8 @@ LOG2_E = 1.4426950408889634
         *("lengths_stride_b", "lengths_stride_s", "out_stride_p", "out_stride_b", "out_stride_s", "out_stride_h"),
         *("lse_stride_p", "lse_stride_b", "lse_stride_s", "lse_stride_h", "extra_topk", "extra_slots"),
         *("extra_indices_stride_b", "extra_indices_stride_s", "extra_lengths_stride_b", "extra_lengths_stride_s"),
-    ]
+    ],
+    **at_any_address("lse_ptr", "indices_ptr", "lengths_ptr", "sink_ptr", "extra_indices_ptr", "extra_lengths_ptr"),
 )
 def sparse_attention_kernel(
     out_ptr,

@@ -25,6 +25,7 @@ bfloat16): warp groups multiply them from shared memory, where what was decoded 
 import triton
 import triton.language as tl
 
+from mla_portable.kit.triton_launcher import at_any_address
 from mla_portable_triton.kernels.attention_parts import (
     columns,
     finish,
@@ -55,7 +56,8 @@ from mla_portable_triton.kernels.paired_columns import load_pairs, store_pairs
         *("lengths_stride_b", "lengths_stride_s", "out_stride_p", "out_stride_b", "out_stride_s", "out_stride_h"),
         *("lse_stride_p", "lse_stride_b", "lse_stride_s", "lse_stride_h", "extra_topk", "extra_slots"),
         *("extra_indices_stride_b", "extra_indices_stride_s", "extra_lengths_stride_b", "extra_lengths_stride_s"),
-    ]
+    ],
+    **at_any_address("lse_ptr", "indices_ptr", "lengths_ptr", "sink_ptr", "extra_indices_ptr", "extra_lengths_ptr"),
 )
 def sparse_attention_fp8_kernel(
     out_ptr,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.kit.triton_launcher import TritonLauncher
+from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
 from mla_portable_triton.aot import AotVariant, variant
 
 SHORT: Final = 4096
@@ -60,7 +60,9 @@ def _bounds(start_ptr, end_ptr, row, num_logits):
     return begin, tl.maximum(tl.minimum(tl.load(end_ptr + row), num_logits), begin)
 
 
-@triton.jit(do_not_specialize=["num_logits"])
+@triton.jit(
+    do_not_specialize=["num_logits", "logits_stride"], **at_any_address("guess_ptr", "logits_ptr", "start_ptr", "end_ptr")
+)
 def guess_kernel(
     guess_ptr, logits_ptr, start_ptr, end_ptr, num_logits, logits_stride,
     TOPK: tl.constexpr, SAMPLE: tl.constexpr, SHORT: tl.constexpr,
@@ -78,7 +80,10 @@ def guess_kernel(
         tl.store(guess_ptr + row, guess.to(tl.int32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["num_logits", "num_parts"])
+@triton.jit(
+    do_not_specialize=["num_logits", "num_parts", "logits_stride"],
+    **at_any_address("count_ptr", "guess_ptr", "logits_ptr", "start_ptr", "end_ptr"),
+)
 def count_kernel(
     count_ptr, guess_ptr, logits_ptr, start_ptr, end_ptr, num_logits, logits_stride, num_parts,
     PART: tl.constexpr, SHORT: tl.constexpr,
@@ -93,7 +98,10 @@ def count_kernel(
         tl.store(count_ptr + row * num_parts + part, tl.sum((_key(scores) >= guess).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["num_logits", "num_parts"])
+@triton.jit(
+    do_not_specialize=["num_logits", "num_parts", "logits_stride"],
+    **at_any_address("key_ptr", "position_ptr", "total_ptr", "count_ptr", "guess_ptr", "logits_ptr", "start_ptr", "end_ptr"),
+)
 def compact_kernel(
     key_ptr, position_ptr, total_ptr, count_ptr, guess_ptr,
     logits_ptr, start_ptr, end_ptr, num_logits, logits_stride, num_parts,
@@ -178,7 +186,9 @@ def _choose_by_reading(out_row, scores_ptr, length, TOPK: tl.constexpr, TILE: tl
     return chosen
 
 
-@triton.jit(do_not_specialize=["num_logits"])
+@triton.jit(
+    do_not_specialize=["num_logits", "logits_stride"], **at_any_address("total_ptr", "logits_ptr", "start_ptr", "end_ptr")
+)
 def select_kernel(
     out_ptr, key_ptr, position_ptr, total_ptr, logits_ptr, start_ptr, end_ptr, num_logits, logits_stride, out_stride,
     TOPK: tl.constexpr, BLOCK_K: tl.constexpr, SHORT: tl.constexpr, CANDIDATES: tl.constexpr, LONG: tl.constexpr,
