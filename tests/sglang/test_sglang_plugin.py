@@ -236,7 +236,6 @@ def test_a_logit_cap_is_refused():
         server_of(built.backend).fa3(built.backend, *[None] * 10, 30.0, 1)
 
 
-@pytest.mark.usefixtures("without_warm_up")
 def test_sinks_reach_the_kernel(monkeypatch: pytest.MonkeyPatch):
     built = fixture(CASE, dsa_decode_backend="flashmla_sparse")
     sink = torch.linspace(-1, 1, 4)
