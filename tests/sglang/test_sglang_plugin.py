@@ -261,7 +261,7 @@ def test_objects_of_equal_layers_share_what_serves_them():
 
 
 def test_layers_of_one_selection_are_given_the_slots_that_sglang_made_once():
-    """Its fused top-k maps positions to slots; a layer without an indexer is given the same tensor, and nothing is converted."""
+    """Its fused top-k maps positions to slots. A layer without an indexer is given the same tensor; nothing is converted."""
     backend = fixture(CASE).backend
     chosen = torch.tensor([[64, 65, 66, 67] + [-1] * 124] * 2, dtype=torch.int32)
     assert backend._get_fused_topk_page_table(chosen) is chosen
