@@ -156,3 +156,13 @@ def test_the_command_writes_both_sides(tmp_path: Path):
     assert kept and {each.rows for each in file.baselines} == {each.rows for each in kept if each.baseline}
     assert {each.implementation for each in file.baselines} == {THEIRS}
     assert {each.implementation.partition(".")[0] for each in file.times} == {"nvidia"}
+
+
+def test_the_command_says_what_is_missing():
+    from typer.testing import CliRunner
+
+    from mla_portable.cli.app import app
+
+    path = Path(__file__).parents[1] / "capability" / "0.1.0" / "h200-2026-11-23-maintainers-e08dc6e5.json.gz"
+    done = CliRunner().invoke(app, ["bench", "costs", str(path), "--beside", THEIRS])
+    assert done.exit_code == 2 and "beside a baseline" in " ".join(done.output.replace("│", " ").split())
