@@ -6,7 +6,7 @@ from mla_portable_common import Library, deep_gemm, flash_mla
 
 ATTENTION = Library(("mate.flashmla", "flash_mla"), "install MATE 0.2.2 or later")
 SCORES = Library(("mate.deep_gemm", "deep_gemm"), "install MATE 0.2.2 or later")
-DEVICES = {"device_types": ("musa", "cpu"), "vendors": ("musa",), "graph": False}  # "cpu": for a first try without the device
+DEVICES = {"device_types": ("musa", "cpu"), "vendors": ("musa", "cpu"), "graph": False}  # "cpu": to try it without the device
 DECODE = Support(
     source="MATE 0.2.2, mate/flashmla.py: sparse decode of FP8 rows",
     kv_layouts=("fp8_ds_mla",), padded_heads=(64, 128), cache_alignment=16, attn_sink=False, **DEVICES,

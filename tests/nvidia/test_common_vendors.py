@@ -73,10 +73,10 @@ def deep_gemm_of(build: deepgemm_standins.Build) -> types.ModuleType:
 
 
 @contextmanager
-def installed(*, without_lse: bool = True, **differences: object) -> Iterator[Library]:
-    """The vendor's library as if it were installed, and nothing found yet."""
-    library = Library(**{"prefill_heads": (64,), "num_sms": S5000.num_sms, "old": True, **differences})
-    build = deepgemm_standins.Build(num_sms=S5000.num_sms)
+def installed(*, without_lse: bool = True, num_sms: int = S5000.num_sms, **differences: object) -> Iterator[Library]:
+    """The vendor's library as if it were installed, and nothing found yet. num_sms: that plans are made for."""
+    library = Library(**{"prefill_heads": (64,), "num_sms": num_sms, "old": True, **differences})
+    build = deepgemm_standins.Build(num_sms=num_sms)
     with modules(mate__flashmla=flash_mla_of(library, without_lse=without_lse), mate__deep_gemm=deep_gemm_of(build)):
         forget_copies(), forget_deepgemm()
         try:
@@ -85,9 +85,10 @@ def installed(*, without_lse: bool = True, **differences: object) -> Iterator[Li
             forget_copies(), forget_deepgemm()
 
 
-def machine(plugin: object = musa) -> Registry:
+def machine(plugin: object = musa, *, facts: dict[str, DeviceFacts] | None = None) -> Registry:
+    """facts: of devices; None: the CPU is one of the vendor's."""
     plugins = [("reference", "mla_portable.reference"), ("musa", plugin)]
-    return Registry(plugins=plugins, facts={"cpu": S5000}, environ={})
+    return Registry(plugins=plugins, facts={"cpu": S5000} if facts is None else facts, environ={})
 
 
 def offering(*implementations) -> Registry:
@@ -121,6 +122,13 @@ def test_all_that_it_declares_conforms(name, primitives):
     with installed():
         words = conforms(machine(), name, "quick", *primitives)
     assert ("scheduled" in words) == (name == "musa.deep_gemm")
+
+
+def test_the_example_is_tried_on_a_cpu_as_it_says():
+    """Whose multiprocessors are unknown: plans are for one."""
+    with installed(num_sms=1):
+        conforms(machine(facts={}), "musa.flash_mla", "smoke", SPARSE_DECODE, SPARSE_PREFILL)
+        conforms(machine(facts={}), "musa.deep_gemm", "smoke", *SCORES)
 
 
 @pytest.mark.parametrize("base_2", [False, True])
@@ -174,6 +182,50 @@ def test_a_sink_is_applied_by_the_kernel_where_there_is_no_lse_to_apply_it_with(
         words = conforms(offered, "musa.flash_mla", "quick", SPARSE_DECODE, SPARSE_PREFILL)
         forget_copies()
     assert any("plus_inf" in word for word in words)
+
+
+def with_a_parameter_for_sinks(library: Library, *, refuses: bool) -> types.ModuleType:
+    """Functions that have the parameter, and raise where it is given, or compute without it."""
+
+    def call(function):
+        def without(*args, attn_sink=None, **kwargs):
+            library.need(attn_sink is None or not refuses, "attn_sink is not supported")
+            return function(*args, **kwargs)
+
+        return wraps(function)(without)
+
+    module = schedule_object_module("mate.flashmla", library)
+    module.flash_mla_with_kvcache = call(module.flash_mla_with_kvcache)
+    module.flash_mla_sparse_fwd = call(module.flash_mla_sparse_fwd)
+    return module
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_sink_that_the_library_has_a_parameter_for_and_does_not_apply_is_applied_from_the_lse(refuses):
+    """At the head counts of the kernel too, where a sink would be handed to it."""
+    declared = {"lse": True, "attn_sink": True, "max_topk": None}
+    with modules(mate__flashmla=with_a_parameter_for_sinks(Library(num_sms=S5000.num_sms), refuses=refuses)):
+        forget_copies()
+        offered = offering(
+            flash_mla.decode("musa.flash_mla", musa.ATTENTION, replace(musa.DECODE, **declared)),
+            flash_mla.prefill("musa.flash_mla", musa.ATTENTION, replace(musa.PREFILL, **declared)),
+        )
+        words = conforms(offered, "musa.flash_mla", "quick", SPARSE_DECODE, SPARSE_PREFILL)
+        forget_copies()
+    assert any("plus_inf" in word for word in words)
+
+
+@pytest.mark.parametrize("primitive", [SPARSE_DECODE, SPARSE_PREFILL])
+def test_a_declared_sink_that_nothing_can_apply_is_a_reason_that_names_the_declaration(primitive):
+    declare, support = {SPARSE_DECODE: (flash_mla.decode, musa.DECODE), SPARSE_PREFILL: (flash_mla.prefill, musa.PREFILL)}[
+        primitive
+    ]
+    with modules(mate__flashmla=with_a_parameter_for_sinks(Library(num_sms=S5000.num_sms), refuses=True)):
+        forget_copies()
+        support = replace(support, lse=False, attn_sink=True)
+        (reason,) = declare("musa.flash_mla", musa.ATTENTION, support).check(S5000)
+        forget_copies()
+    assert reason.subject == "attn_sink" and "no lse" in str(reason) and "attn_sink=False" in reason.remedy
 
 
 def test_an_lse_is_refused_where_the_library_has_none():

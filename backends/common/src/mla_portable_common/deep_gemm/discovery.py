@@ -40,7 +40,7 @@ def _tried(library: Library, convention: Convention, primitive: Primitive[Any], 
     if device is None:
         return f"{facts} is not on this machine"
     try:
-        kernel = load_scores(library.modules, convention, facts.num_sms)
+        kernel = load_scores(library.modules, convention, max(facts.num_sms, 1))  # 0 where the device does not say
         try_scores(primitive, kernel, device)
     except NotThisConvention as failure:
         return str(failure)

@@ -3,7 +3,8 @@
 
 Keys and queries are zero, so every score is 0 and lse is the logarithm of the number of keys: in which base, one number says.
 Whether the closed-form schedule means the same to a provider is seen from the plan it makes for one row of eight blocks,
-where every field of eight entries is known. A provider that computes something else is not used. What decode leaves in a row
+where every field of eight entries is known. A provider that computes something else is not used. A parameter for a sink says
+nothing of whether one is taken: a call shows it. What decode leaves in a row
 without keys is checked as well: if it is zero, however the row is split, no pass has to write it.
 """
 
@@ -57,7 +58,9 @@ def calibrate_decode(
     topk_multiple: int = _PAGE,
     with_plan: bool = True,
 ) -> Traits:
-    """Two calls on one row of 512 keys, and a few on rows without any; waits for the device.
+    """Three calls on one row of 512 keys, and a few on rows without any; waits for the device.
+
+    `kernel.takes_sink` becomes False where the kernel has the argument and refuses it, or ignores it.
 
     Of `fp8_v4` the last 64 of the keys are in a second cache, and rows without keys have it too, or not.
 
@@ -93,6 +96,8 @@ def calibrate_decode(
     rows = [(indices, dict[str, Any]()) for indices in absent]  # in one part and in several
     if with_extra:
         rows += [(absent[0], {"extra": SecondCache(kv, indices)}) for indices in absent]
+    sunk = {"extra": SecondCache(kv, with_extra["extra"].indices)} if with_extra else {}
+    kernel.takes_sink = kernel.takes_sink and _applies_sink("sparse decode", kernel, q, kv, indices, sunk)
     zeroes = _zeroes_empty("sparse decode", kernel, kv, (1, 1), heads, rows, layout.key_width)
     return Traits(base_2, *zeroes, takes_plan=takes_plan)
 
@@ -147,6 +152,30 @@ def _zeroes_empty(
     return plain, sunk
 
 
+def _applies_sink(
+    what: str,
+    kernel: DecodeKernel | PrefillKernel,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    options: dict[str, Any],
+) -> bool:
+    """Whether the kernel takes a sink, and applies it: one with the weight of all keys halves their mean.
+
+    Args:
+        q: zeros. kv: ones, of which every key counts. options: what goes with them.
+    """
+    extra = options.get("extra")
+    keys = sum(int((each >= 0).sum()) for each in (indices, *(() if extra is None else (extra.indices,))))
+    sink = torch.full((q.shape[-2],), math.log(keys), device=q.device)
+    try:
+        out, _ = kernel(q, kv, indices, 1.0, attn_sink=sink, **options)
+        return bool(((out - 0.5).abs() < 0.05).all())
+    except REFUSING as error:
+        refused(f"{what} with a sink", error)  # raises what leaves the device unusable
+        return False
+
+
 def _widened(indices: torch.Tensor, multiple: int) -> torch.Tensor:
     """indices [.., K] with absent ones behind them, up to a width that is a multiple of `multiple`."""
     return torch.nn.functional.pad(indices, (0, -indices.shape[-1] % multiple), value=-1)
@@ -161,8 +190,9 @@ def calibrate_prefill(
     full_heads: tuple[int, ...] = KERNEL_HEADS,
     topk_multiple: int = _PREFILL_KEYS,
 ) -> Traits:
-    """One call on one token of 128 keys for each count in `heads`, and a few on tokens without any; waits for the device.
+    """Two calls on one token of 128 keys for each count in `heads`, and a few on tokens without any; waits for the device.
 
+    `kernel.takes_sink` becomes False where the kernel has the argument and refuses it, or ignores it.
     Rows between those that are asked for are NaN: a build for wider rows would read on into them.
 
     layout: of the rows, not quantised. full_heads: counts among `heads` of which it is seen whether empty rows become zeros.
@@ -191,6 +221,10 @@ def calibrate_prefill(
     rows: list[tuple[torch.Tensor, dict[str, Any]]] = [(torch.full_like(indices, -1), {})]
     if kernel.takes_lengths:
         rows += [(each, {"lengths": torch.zeros(1, dtype=torch.int32, device=device)}) for each in (indices, rows[0][0])]
+    kernel.takes_sink = kernel.takes_sink and all(
+        _applies_sink("sparse prefill", kernel, kv.new_zeros((1, count, layout.key_width)), kv, indices, {})
+        for count in accepted
+    )
     counts = [count for count in full_heads if count in accepted]  # a sink is not applied to padded heads, as fewer may be
     zeroes = _zeroes_empty("sparse prefill", kernel, kv, (1,), counts, rows, layout.key_width)
     return Traits(base_2, *zeroes, heads=tuple(accepted))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Primitive, Reason, Request, Support
 from mla_portable.layouts import LAYOUTS
@@ -15,6 +15,8 @@ from mla_portable_common.flash_mla.discovery import find_copy
 from mla_portable_common.flash_mla.tile_schedules import num_sm_parts
 from mla_portable_common.flash_mla.torch_passes import TorchBoundary
 from mla_portable_common.libraries import Library
+
+_NO_SINK: Final = "declare attn_sink=False in the Support, or lse=True where the library returns one"
 
 
 def decode(
@@ -99,6 +101,8 @@ def _check(
         found = _find(layout, device, primitive, library, support, limits)
         if found.provider is None:
             return found.reasons
+        if support.attn_sink and not (found.kernel.has_lse or found.kernel.takes_sink):
+            return (Reason("attn_sink", "True", f"{found.provider} takes none and returns no lse to apply one", _NO_SINK),)
     return ()
 
 
