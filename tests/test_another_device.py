@@ -43,7 +43,7 @@ registry = Registry(plugins=[("reference", reference), ("acme", acme)], environ=
 
 
 def run(body: str, *words: str, **variables: str) -> str:
-    """stdout of a process that runs `body` after BEFORE with `words` as its arguments, and environment variables in addition."""
+    """stdout of a process that runs `body` after BEFORE with `words` as arguments, and environment variables in addition."""
     done = subprocess.run(
         [sys.executable, "-c", BEFORE + body, *words],
         cwd=HERE,
