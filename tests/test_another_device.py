@@ -42,10 +42,10 @@ registry = Registry(plugins=[("reference", reference), ("acme", acme)], environ=
 """
 
 
-def run(body: str, **variables: str) -> str:
-    """stdout of a process that runs `body` after BEFORE, with environment variables in addition."""
+def run(body: str, *words: str, **variables: str) -> str:
+    """stdout of a process that runs `body` after BEFORE with `words` as arguments, and environment variables in addition."""
     done = subprocess.run(
-        [sys.executable, "-c", BEFORE + body],
+        [sys.executable, "-c", BEFORE + body, *words],
         cwd=HERE,
         env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])},
         capture_output=True,

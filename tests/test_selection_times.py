@@ -139,3 +139,30 @@ def test_records_of_a_run():
         (OURS, "4096 keys", 1, 10.0),
         (THEIRS, "4096 keys", 1, 12.9),
     ]
+
+
+def test_the_command_writes_both_sides(tmp_path: Path):
+    from typer.testing import CliRunner
+
+    from mla_portable.capability.run import read_run
+    from mla_portable.cli.app import app
+
+    path = Path(__file__).parents[1] / "capability" / "0.2.0" / "h200-2026-11-27-maintainers.json.gz"
+    out = tmp_path / "indexer.json"
+    done = CliRunner().invoke(app, ["bench", "costs", str(path), "--backend", "nvidia", "--beside", THEIRS, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    file = parse_times(out.read_text())
+    kept = [each for each in read_run(path).times if each.primitive == "indexer_select" and each.rows < 256]
+    assert kept and {each.rows for each in file.baselines} == {each.rows for each in kept if each.baseline}
+    assert {each.implementation for each in file.baselines} == {THEIRS}
+    assert {each.implementation.partition(".")[0] for each in file.times} == {"nvidia"}
+
+
+def test_the_command_says_what_is_missing():
+    from typer.testing import CliRunner
+
+    from mla_portable.cli.app import app
+
+    path = Path(__file__).parents[1] / "capability" / "0.1.0" / "h200-2026-11-23-maintainers-e08dc6e5.json.gz"
+    done = CliRunner().invoke(app, ["bench", "costs", str(path), "--beside", THEIRS])
+    assert done.exit_code == 2 and "beside a baseline" in " ".join(done.output.replace("│", " ").split())

@@ -104,6 +104,8 @@ def costs(
             why = (
                 "has no times" if not timed.times else "has no time that counts: each is of a disturbed size or has an overlap"
             )
+            if beside is not None and timed.times:
+                why = "has no undisturbed time of a decode's indexer_select beside a baseline, which vLLM and DeepGEMM bring"
             raise typer.BadParameter(f"{run.name} {why}; `bench kernels --out {run.name}` adds some", param_hint="RUN")
         if out is None:
             output.text(times_text(found, baselines=theirs))

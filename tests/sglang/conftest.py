@@ -85,12 +85,3 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         module = sys.modules.get(seam.target.rpartition(".")[0])
         if module is not None and hasattr(module, seam.name):
             monkeypatch.setattr(module, seam.name, getattr(module, seam.name))
-
-
-@pytest.fixture
-def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that count calls: those of the warm-up are left out. It has tests of its own."""
-    from mla_portable.engines.sglang import prompts, serving
-
-    monkeypatch.setattr(serving, "warm_slots", lambda layer: None)
-    monkeypatch.setattr(prompts, "warm_prompts", lambda attention: None)

@@ -42,4 +42,4 @@ def test_a_step(case, registry: Registry, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")
     worst = sglang_indexer.run(case, topk=16, fused_store=False, device="cpu", dsa_decode_backend="tilelang")
     assert worst == 0
-    assert "fused.indexer" in {each.name for each in registry.served.values()}
+    assert "fused.indexer" in {each.name for each in registry.dispatched.values()}

@@ -19,6 +19,7 @@ from sglang_version import SELECTORS
 from mla_portable.contracts import DeviceFacts, InvalidArgument
 from mla_portable.engines.sglang import hooks, model, plugin, seams, serving, settings, stock
 from mla_portable.engines.sglang.status import changes
+from mla_portable.primitives import CONVERT_INDICES
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
 POOLS = seams.POOLS if SELECTORS else ()
@@ -235,7 +236,6 @@ def test_a_logit_cap_is_refused():
         server_of(built.backend).fa3(built.backend, *[None] * 10, 30.0, 1)
 
 
-@pytest.mark.usefixtures("without_warm_up")
 def test_sinks_reach_the_kernel(monkeypatch: pytest.MonkeyPatch):
     built = fixture(CASE, dsa_decode_backend="flashmla_sparse")
     sink = torch.linspace(-1, 1, 4)
@@ -258,6 +258,15 @@ def sink_argument(sink: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_objects_of_equal_layers_share_what_serves_them():
     one, other = (server_of(fixture(CASE).backend) for _ in range(2))
     assert one.attentions[0] is other.attentions[0]
+
+
+def test_layers_of_one_selection_are_given_the_slots_that_sglang_made_once():
+    """Its fused top-k maps positions to slots. A layer without an indexer is given the same tensor; nothing is converted."""
+    backend = fixture(CASE).backend
+    chosen = torch.tensor([[64, 65, 66, 67] + [-1] * 124] * 2, dtype=torch.int32)
+    assert backend._get_fused_topk_page_table(chosen) is chosen
+    served = [part.decision.request for each in server_of(backend).attentions for part in each.route_decision.verdict.parts]
+    assert served and all(request.primitive is not CONVERT_INDICES for request in served)
 
 
 def test_what_is_bound_is_published_as_a_metric(monkeypatch: pytest.MonkeyPatch):

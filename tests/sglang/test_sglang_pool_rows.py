@@ -138,7 +138,6 @@ def test_rows_without_a_rotary_part(on: Callable[..., None], no_e4m3: None):
     assert torch.equal(gathered.squeeze(1), FP8_NOPE.unpack(rows[slots]))
 
 
-@pytest.mark.usefixtures("without_warm_up")
 @pytest.mark.parametrize("impl", ["flashmla_kv", "flashmla_sparse"])
 def test_prefill(impl: str, on: Callable[..., None], no_e4m3: None):
     on(A100)
@@ -162,7 +161,6 @@ def test_the_device_is_the_one_that_tensors_name(on: Callable[..., None], no_e4m
     assert [key for key, _ in pool_rows.get_registry()._kept if key[0] is pool_rows.PoolRows] == bound
 
 
-@pytest.mark.usefixtures("without_warm_up")
 def test_decode(on: Callable[..., None], no_e4m3: None, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger=settings.logger.name)
     on(A100)

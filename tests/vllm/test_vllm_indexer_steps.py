@@ -148,6 +148,21 @@ def test_a_graph_goes_to_whom_all_lengths_take_less_time(long: float, server: st
     assert serves(engine, step) == "vllm"  # without a graph, one as long as that was not timed
 
 
+def test_what_a_graph_may_hold_is_bound_before_it_is_captured(times: Any, monkeypatch: pytest.MonkeyPatch):
+    """vLLM runs a shape before it captures it; that step may be vLLM's."""
+    times({64: {1: 11.0, 4: 11.0}, 256: {1: FASTER, 4: FASTER}})
+    engine = make_indexer()
+    step = make_batch(engine, EACH, [40, 5, 64])
+    assert serves(engine, step) == "vllm"
+
+    def nothing_else(*given: Any) -> None:
+        raise AssertionError("bound while a graph is captured")
+
+    monkeypatch.setattr(indexer, "_bind", nothing_else)
+    step.common.max_seq_len = 1 << 20
+    assert serves(engine, step, capture=True) == "ours"
+
+
 def test_without_times_of_the_device_vllms_serves(times: Any):
     times({64: {1: FASTER}}, device="another device")
     make_indexer()
@@ -184,6 +199,13 @@ def test_a_batch_must_not_change_a_bit(on_hopper: None, monkeypatch: pytest.Monk
     assert found.ours and found.fused and "VLLM_BATCH_INVARIANT" in found.reason
     for query_lens in ([1, 1, 1], [1, 9]):
         assert serves(engine, make_batch(engine, query_lens, [40] * len(query_lens))) == "ours"
+
+
+def test_vllms_top_k_stays_where_the_fused_path_cannot_serve(on_hopper: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compat, "wants_batch_invariance", lambda: True)
+    monkeypatch.setattr(indexer_choice, "_beyond_fused", lambda config: "pools")
+    make_indexer()
+    assert not indexer_choice.current().ours
 
 
 def test_profiling_shows_the_memory_of_both(times: Any, monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ ARCH = "gfx950"
 """Of the device that is played: `aiter_machine` sets it."""
 KERNELS = {"gfx942": (8, 16, 32, 128), "gfx950": (8, 16, 32, 64, 128)}
 """bf16, not persistent, one query token: hsa/<arch>/mla/mla_asm.csv, as the dispatch in asm_mla.cu asks for them."""
+FP8_KERNELS = (8, 16, 128)
 COMPUTE_UNITS = {"gfx942": 304, "gfx950": 256}
 REACH = 1 << 32
 _TILE = 16
@@ -68,17 +69,27 @@ def mla_decode_fwd(
     """Split-KV attention, one token of one request at a time; writes o, and returns its scratch and the lse."""
     assert logit_cap <= 0 and page_size == 1 and nhead_kv == 1 and max_seqlen_q == 1 and work_meta_data is None
     tokens, heads, width = q.shape
-    assert q.dtype == kv_buffer.dtype == o.dtype == torch.bfloat16 and q.is_contiguous() and o.is_contiguous()
+    codes = q.dtype == fp8()
+    assert q.dtype == kv_buffer.dtype in (torch.bfloat16, fp8()) and o.dtype == torch.bfloat16
+    assert q.is_contiguous() and o.is_contiguous()
+    factor = 1.0
+    for scale in (q_scale, kv_scale) if codes else ():
+        assert scale.dtype == torch.float32 and scale.numel() == 1
+        factor *= float(scale)
     assert kv_buffer.dim() == 4 and kv_buffer.shape[1:] == (1, 1, width) and kv_buffer.stride(3) == 1 and width == 576
-    assert tuple(o.shape) == (tokens, heads, 512) and heads in KERNELS[ARCH], f"no kernel of {heads} heads on {ARCH}"
-    assert kv_buffer.data_ptr() % 16 == 0 and kv_buffer.stride(0) * 2 % 16 == 0 and q.data_ptr() % 16 == 0
+    assert tuple(o.shape) == (tokens, heads, 512) and heads in (FP8_KERNELS if codes else KERNELS[ARCH]), (
+        f"no kernel of {heads} heads on {ARCH}"
+    )
+    assert (
+        kv_buffer.data_ptr() % 16 == 0 and kv_buffer.stride(0) * kv_buffer.element_size() % 16 == 0 and q.data_ptr() % 16 == 0
+    )
     _int32(qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
     assert torch.equal(qo_indptr, torch.arange(tokens + 1, dtype=torch.int32))
     assert kv_last_page_lens.shape == (tokens,) and bool((kv_last_page_lens == 1).all())
     assert kv_indptr.shape == (tokens + 1,) and kv_indptr[0] == 0 and bool((kv_indptr.diff() >= 0).all())
     assert kv_indptr[-1] <= kv_indices.shape[0]
     assert bool(((kv_indices >= 0) & (kv_indices < kv_buffer.shape[0])).all()), "the kernel reads any page that it is given"
-    assert kv_buffer.shape[0] * kv_buffer.stride(0) * 2 <= REACH, "wraps around"
+    assert kv_buffer.shape[0] * kv_buffer.stride(0) * kv_buffer.element_size() <= REACH, "wraps around"
     splits = num_kv_splits
     if splits is None or num_kv_splits_indptr is None:
         splits = splits or max(1, min(16, COMPUTE_UNITS[ARCH] // tokens))
@@ -92,18 +103,18 @@ def mla_decode_fwd(
             continue
         last = min(begin + -(-(end - begin) // _TILE) * _TILE, kv_indices.shape[0])
         keys = kv_buffer[kv_indices[begin:last].long(), 0, 0].float()
-        scores = q[token].float() @ keys.T * sm_scale
+        scores = q[token].float() @ keys.T * (sm_scale * factor)
         scores[:, end - begin :] = -math.inf
         weights = (scores - scores[:, : end - begin].amax(1, keepdim=True)).exp()
         weights[:, end - begin :] = 0  # of a tile that reaches beyond the end; 0 times NaN is NaN
-        weights = weights.bfloat16().float()
         total = weights.sum(1, keepdim=True)
-        o[token] = (weights @ keys[:, :512] / total).bfloat16()
+        weights = weights.to(q.dtype).float()  # as the values are
+        o[token] = (weights @ keys[:, :512] / total * (float(kv_scale) if codes else 1.0)).bfloat16()
         lse[token] = scores[:, : end - begin].logsumexp(1)
     scratch = torch.full((tokens, splits, heads, 512), 777.0)
     if not return_lse:
         return scratch, None
-    if splits == 1 and heads in _HEADS_WITHOUT_MERGE:
+    if splits == 1 and (codes or heads in _HEADS_WITHOUT_MERGE):
         lse.fill_(12345.0)  # torch.empty: the pass that writes it is left out
     return scratch, lse
 
@@ -204,17 +215,22 @@ def top_k_per_row_prefill(logits, rowStarts, rowEnds, indices, values, numRows, 
 
 def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
     """Tokens side by side at their slots; negative ones are skipped, and those past the cache written where they point."""
-    assert kv_cache_dtype == "auto" and kv_c.dtype == k_pe.dtype == kv_cache.dtype == torch.bfloat16
+    assert kv_c.dtype == k_pe.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    assert (kv_cache_dtype, kv_cache.dtype) in (("auto", kv_c.dtype), ("fp8", fp8()))
     assert scale.dtype == torch.float32 and scale.numel() == 1
     assert slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous()
     assert kv_cache.dim() == 3 and kv_cache.shape[2] == kv_c.shape[1] + k_pe.shape[1] and kv_cache.stride(2) == 1
     for each in (kv_c, k_pe):
-        assert each.stride(1) == 1 and each.data_ptr() % 16 == 0 and each.stride(0) * 2 % 16 == 0
+        assert each.stride(1) == 1 and each.data_ptr() % 16 == 0 and each.stride(0) * each.element_size() % 16 == 0
     blocks, size, _ = kv_cache.shape
     assert bool((slot_mapping < blocks * size).all()), "writes past the cache"
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            kv_cache[slot // size, slot % size] = torch.cat([kv_c[token], k_pe[token]])
+            row = torch.cat([kv_c[token], k_pe[token]])
+            if kv_cache_dtype == "fp8":
+                largest = torch.finfo(fp8()).max
+                row = (row.float() * (1 / float(scale))).clamp(-largest, largest).to(fp8())
+            kv_cache[slot // size, slot % size] = row
 
 
 def indexer_k_quant_and_cache(k, kv_cache, slot_mapping, quant_block_size, scale_fmt, preshuffle=False):

@@ -69,6 +69,19 @@ def test_pages_of_aiter_are_served_where_they_are_named(device, layout, block_si
         assert decided(other, primitive, **asked).chosen is None
 
 
+@pytest.mark.parametrize(("device", "layout"), [(MI300X, "amd.fp8_fnuz"), (MI355X, "amd.fp8")], ids=lambda each: str(each))
+@pytest.mark.parametrize("primitive", ["sparse_decode", "sparse_prefill"])
+def test_attention_over_e4m3_rows_is_for_those_who_name_it(device, layout, primitive):
+    """Its products are of 8 bits: the class of low accuracy, which nothing chooses by itself."""
+    name = f"amd.mla_{device.arch}_fp8"
+    with installed(device.arch):
+        assert decided(device, primitive, kv_layout=layout).chosen is None
+        plugins = [("amd", mla_portable_amd)]
+        machine = Registry(plugins=plugins, environ={}, probe=False, facts={"cuda": device})
+        request = Request(Primitive.named(primitive), device, **{**CASES[primitive], "kv_layout": layout})
+        assert machine.decide(request, backend=name).chosen == name
+
+
 @pytest.mark.parametrize("device", [RX7900XTX, MI250X], ids=lambda each: each.arch)
 def test_a_device_without_kernels_is_told_so_before_aiter_is_imported(device, monkeypatch):
     asked: list[str] = []
@@ -96,7 +109,8 @@ def reasons(primitive: str, arch: str = "gfx950", **operations):
 def refused(primitive: str, arch: str = "gfx950"):
     decision = registry(arch).decide(Request(Primitive.named(primitive), MACHINES[arch], **CASES[primitive]), thorough=True)
     assert decision.chosen == "reference.torch"
-    mine = (each for each in ours(decision) if not {"arch", "kv_layout"} & {reason.subject for reason in each.reasons})
+    other = {"arch", "kv_layout", "low accuracy"}
+    mine = (each for each in ours(decision) if not other & {reason.subject for reason in each.reasons})
     (verdict,) = mine
     return verdict.reasons
 

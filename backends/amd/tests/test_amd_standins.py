@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_portable.contracts import Primitive, Request
 from mla_portable.judge.conformance import run_suite
+from mla_portable.layouts import LAYOUTS as LAYOUTS_OF
 from mla_portable_amd import attention, cache, indexer
 from mla_portable_amd.lists import lists_of
 
@@ -22,14 +23,14 @@ PAGES = {
     "gfx942": {f"{each}_{kind}" for each in ("paged_mqa_logits", "indexer_k_quant") for kind in ("fnuz", "fnuz_tiles")},
     "gfx950": {f"{each}{kind}" for each in ("paged_mqa_logits", "indexer_k_quant") for kind in ("", "_tiles")},
 }
-SERVED = {arch: {*BOTH, *PAGES[arch], f"mla_{arch}"} for arch in MACHINES}
+SERVED = {arch: {*BOTH, *PAGES[arch], f"mla_{arch}", f"mla_{arch}_fp8", f"concat_mla_{arch}_fp8"} for arch in MACHINES}
 LAYOUTS = {"sparse_decode": "bf16", "sparse_prefill": "bf16", "indexer_cache_write": "index_fp8", "indexer_logits": "index_fp8"}
 THOROUGH = [(arch, each) for arch, served in SERVED.items() for each in sorted(served - (BOTH if arch == "gfx942" else set()))]
 THOROUGH.append(("gfx942", "mqa_logits"))  # it converts there
 
 
 def request_for(arch: str, primitive: str, **fields) -> Request:
-    return Request(Primitive.named(primitive), MACHINES[arch], kv_layout=LAYOUTS.get(primitive), **fields)
+    return Request(Primitive.named(primitive), MACHINES[arch], **{"kv_layout": LAYOUTS.get(primitive), **fields})
 
 
 def bound(arch: str, primitive: str, **fields):
@@ -142,6 +143,32 @@ def test_attention_reads_nothing_back(compacted, lse):
         indices, lengths = torch.empty(5, 32, dtype=torch.int32), torch.empty(5, dtype=torch.int32)
         out, lse_out = torch.empty(5, 8, 512, dtype=torch.bfloat16), torch.empty(5, 8)
         attention.MlaDecode(op, 16, lse, 256, compacted).attend(q, kv, indices, lengths, 0.05, out, lse_out)
+
+
+@pytest.mark.parametrize(("arch", "layout"), [("gfx942", "amd.fp8_fnuz"), ("gfx950", "amd.fp8")])
+@pytest.mark.parametrize("given", ["bf16", "e4m3"])
+def test_queries_are_taken_with_their_scale_and_without(arch, layout, given):
+    """Those of OCP's e4m3 are converted for fnuz; of bf16 ones, one that is NaN spoils no other token."""
+    code, kv_scale = LAYOUTS_OF[layout].dtype, torch.tensor([0.037])
+    rows = (torch.randn(4, 16, 576) / kv_scale).clamp(-200, 200).to(code)
+    q = torch.randn(5, 1, 16, 576)
+    indices = torch.randint(0, 64, (5, 1, 32), dtype=torch.int32)
+    fields = {"num_heads": 16, "topk": 32, "block_size": 16, "kv_layout": layout, "lse": True}
+    scales = {"kv_scale": kv_scale}
+    if given == "e4m3":
+        scales["q_scale"] = torch.tensor([0.01])
+        q, fields = (q / 0.01).to(torch.float8_e4m3fn), {**fields, "q_scale": True}
+    else:
+        q = q.bfloat16()
+        q[2, 0, 3, 7] = math.nan
+    reference = registry(arch).bind(request_for(arch, "sparse_decode", **fields), backend="reference")
+    want, want_lse = reference(q, rows, indices, softmax_scale=0.05, **scales)
+    with installed(arch):
+        decode = registry(arch).bind(request_for(arch, "sparse_decode", **fields), backend=f"amd.mla_{arch}_fp8")
+        out, lse = decode(q, rows, indices, softmax_scale=0.05, **scales)
+    kept = [0, 1, 3, 4] if given == "bf16" else slice(None)
+    assert torch.cosine_similarity(out[kept].flatten().double(), want[kept].flatten().double(), dim=0) > 0.998
+    assert close(lse[kept], want_lse[kept].double(), 0.05)
 
 
 def test_requests_of_as_many_tokens_are_passed_as_they_are():

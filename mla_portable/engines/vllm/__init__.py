@@ -8,6 +8,7 @@ impl      one layer's attention                      scratch   buffers, from vLL
 writer    who writes the cache, with which scales    prompts   prompts over keys of each head, where that is faster
 settings  environment variables                      compat    all that differs between versions of vLLM
 status    what `mla-portable doctor` says about it       registration  what it declares to the registry
+selections  which layers attend to one selection
 warm_up   the layers' warm-up inside of vLLM's own
 
 projecting        layers that leave the products with W_UK and W_UV to their implementation

@@ -14,7 +14,7 @@ Mode on takes it wherever it can replace vLLM's. There are two paths:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
@@ -112,16 +112,23 @@ def _decide(vllm_config: Any | None) -> IndexerChoice:
     if mode == "off":
         return IndexerChoice(False, False, f"{settings.ENV_INDEXER}=off")
     wanted, reason = (True, f"{settings.ENV_INDEXER}=on") if mode == "on" else _without_deep_gemm(vllm_config)
-    times = None if wanted else _times(vllm_config)
-    if not wanted and times is None:
+    same_bits = not wanted and current_platform.is_cuda() and compat.wants_batch_invariance()
+    times = None if wanted or same_bits else _times(vllm_config)
+    if not (wanted or same_bits) and times is None:
         return IndexerChoice(False, False, reason)
     impossible = _other_formats(vllm_config)
     if impossible is not None:
         return IndexerChoice(False, False, f"mla_portable does not read {impossible}")
     apart = _beyond_fused(vllm_config)
     if not wanted:
-        found = IndexerChoice(False, False, reason)
-        return found if times is None or apart else replace(found, times=times, reason=f"{reason}; {times.text}")
+        if apart is not None:
+            return IndexerChoice(False, False, reason)
+        if same_bits:
+            return IndexerChoice(
+                True, True, "VLLM_BATCH_INVARIANT is set, and vLLM's scores and top-k may change with the batch"
+            )
+        assert times is not None
+        return IndexerChoice(False, False, f"{reason}; {times.text}", times)
     return IndexerChoice(True, apart is None, reason if apart is None else f"{reason}; not fused: {apart}")
 
 
@@ -163,8 +170,6 @@ def _without_deep_gemm(vllm_config: Any | None) -> tuple[bool, str]:
     size = 1 if vllm_config is None else compat.context_ranks(vllm_config)
     if size > 1 and not getattr(found, "has_cutedsl", lambda: False)():
         return True, f"vLLM's under decode context parallelism {size} needs CuteDSL, which cannot be imported"
-    if compat.wants_batch_invariance():
-        return True, "vLLM's scores and top-k may change with the batch, which VLLM_BATCH_INVARIANT forbids"
     return False, f"DeepGEMM serves {device}"
 
 

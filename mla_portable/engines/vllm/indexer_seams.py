@@ -32,6 +32,7 @@ from typing import Any, Final
 
 import torch
 
+from mla_portable.accelerator import accelerator
 from mla_portable.contracts import ContextShare
 from mla_portable.engines.vllm import settings
 from mla_portable.engines.vllm.imports import when_imported
@@ -137,6 +138,8 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
         if step is None:
             if choice.fused:
                 _log_unplanned(type(metadata).__name__)
+            elif not (metadata.num_prefills or accelerator(q.device).is_capturing()):
+                indexer.indexer_for(kv_cache, q.shape[1], topk, q.device, **kind)  # for a graph that may hold it
             return stock(*args, **kwargs)
         bound = indexer.indexer_for(kv_cache, q.shape[1], topk, q.device, **kind)
         if not call["skip_k_cache_insert"]:

@@ -212,7 +212,7 @@ class WriteParams(Params):
         view, rows, slots = vast(layout, self.block_size, stage.device)
         targets = slots[:: len(slots) // self.tokens][: self.tokens].contiguous()
         beside = torch.cat([slots, targets.clamp(max=view.shape[0] * self.block_size - 2) + 1]).unique()
-        draw.put_rows(layout, rows, beside, torch.full((len(beside), layout.row_bytes), 0xFF, dtype=torch.uint8))
+        draw.put_rows(layout, rows, beside, draw.poison(layout).expand(len(beside), -1))
         small = paged_cache(layout, len(beside), 1)
         want = write(small.view, torch.searchsorted(beside, targets)).view(torch.uint8).view(len(beside), layout.row_bytes)
 

@@ -24,12 +24,13 @@ from mla_portable.primitives import (
     TOPK_SELECT,
 )
 from mla_portable_amd import attention, cache, indexer, selection
-from mla_portable_amd.layouts import INDEX_FNUZ, INDEX_FNUZ_TILES, INDEX_TILES, TILE
+from mla_portable_amd.layouts import FP8, FP8_FNUZ, INDEX_FNUZ, INDEX_FNUZ_TILES, INDEX_TILES, TILE
 from mla_portable_amd.library import Op, Place
 
 __all__ = ["PROVIDERS", "Provider", "mla_portable_register"]
 
 _SOURCE: Final = "ROCm/aiter e4048607"
+_MLA_SOURCE: Final = "aiter/mla.py, csrc/py_itfs_cu/asm_mla.cu"
 _OCP: Final = "gfx950"
 """The architecture whose e4m3 is OCP's, as that of `index_fp8` is."""
 _FNUZ: Final = "gfx942"
@@ -84,7 +85,7 @@ _MLA_DECODE: Final = Place(
     ("aiter.mla",),
     "mla_decode_fwd",
     ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q"),
-    ("sm_scale", "return_lse", "num_kv_splits", "num_kv_splits_indptr"),
+    ("sm_scale", "return_lse", "num_kv_splits", "num_kv_splits_indptr", "q_scale", "kv_scale"),
 )
 _PAGED_LOGITS: Final = Place(
     ("aiter.ops.triton.attention.pa_mqa_logits", "aiter.ops.triton.pa_mqa_logits"),
@@ -116,18 +117,22 @@ _INDEX_WRITE: Final = Place(
 )
 
 
-def _attention(arch: str) -> Iterator[Provider]:
-    """Decode and prefill through one operation, whose kernels have other head counts on each architecture."""
-    limits = {
-        "kv_layouts": ("bf16",),
-        "padded_heads": attention.KERNEL_HEADS[arch],
-        "cache_alignment": 16,
-        "needs_whole_rows": True,
-        "attn_sink": False,
-    }
+def _attention(arch: str, codes: CacheLayout) -> Iterator[Provider]:
+    """Decode and prefill through one operation, whose kernels have other head counts on each architecture, and a writer.
+
+    codes: the layout of e4m3 rows.
+    """
+    common = {"cache_alignment": 16, "needs_whole_rows": True, "attn_sink": False}
+    bf16 = {"kv_layouts": ("bf16",), "padded_heads": attention.KERNEL_HEADS[arch]}
+    fp8 = {"kv_layouts": (codes.name,), "padded_heads": attention.FP8_HEADS, "q_scale": True, "accuracy": "low"}
     binds = {SPARSE_DECODE: attention.bind_sparse_decode, SPARSE_PREFILL: attention.bind_sparse_prefill}
-    for primitive, bind in binds.items():
-        yield Provider(f"mla_{arch}", primitive, _MLA_DECODE, bind, "aiter/mla.py, csrc/py_itfs_cu/asm_mla.cu", (arch,), limits)
+    for variant, limits in ((f"mla_{arch}", bf16), (f"mla_{arch}_fp8", fp8)):
+        for primitive, bind in binds.items():
+            yield Provider(variant, primitive, _MLA_DECODE, bind, _MLA_SOURCE, (arch,), {**common, **limits})
+    yield Provider(
+        f"concat_mla_{arch}_fp8", CACHE_WRITE, _CONCAT, cache.bind_cache_write, "csrc/kernels/cache_kernels.cu", (arch,),
+        {"kv_layouts": (codes.name,), "cache_alignment": 16},
+    )  # fmt: skip
 
 
 def _pages(
@@ -150,8 +155,8 @@ _SCORES: Final = {"num_heads": indexer.HEADS, "nan_keys": False}
 _BOTH: Final = (_FNUZ, _OCP)
 
 PROVIDERS: Final[tuple[Provider, ...]] = (
-    *_attention(_FNUZ),
-    *_attention(_OCP),
+    *_attention(_FNUZ, FP8_FNUZ),
+    *_attention(_OCP, FP8),
     *_pages("", INDEX_FP8, _OCP, (1,), None),
     *_pages("_tiles", INDEX_TILES, _OCP, (TILE,), (TILE,)),
     *_pages("_fnuz", INDEX_FNUZ, _FNUZ, (1,), None),

@@ -2,7 +2,7 @@
 """cache_write and indexer_cache_write through AITER's `concat_and_cache_mla` and `indexer_k_quant_and_cache`.
 
 Both skip negative slots and do not look for those past the cache. The first reads the strides of the cache; the second takes
-blocks that follow one another, and writes e4m3 of the device: OCP's on gfx950, fnuz on gfx942. It multiplies by the
+blocks that follow one another, and writes e4m3 of the device: OCP's on gfx950, fnuz on gfx942. Both multiply by the
 reciprocal of a scale, which rounds as a division does for powers of two alone.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Request
 from mla_portable.layouts import INDEX_HEAD_SIZE, CacheLayout
-from mla_portable_amd.layouts import pages_of
+from mla_portable_amd.layouts import codes_of, pages_of
 from mla_portable_amd.library import Op
 
 _VECTOR_BYTES: Final = 16
@@ -37,14 +37,27 @@ def _slots_of(cache: Tensor, slot_mapping: Tensor) -> Tensor:
 
 
 def bind_cache_write(op: Op, request: Request[Any]) -> Callable[..., None]:
-    """cache_write of bf16 rows through `op(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)`."""
+    """cache_write of bf16 or e4m3 rows through `op(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)`."""
+    code = codes_of(request.kv_layout)
+    largest, kind = (None, "auto") if code is None else (torch.finfo(code).max, "fp8")
 
-    def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
+    def cache_write(
+        kv_c: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        scale_format: str = "pow2",
+        kv_scale: Tensor | None = None,
+    ) -> None:
         if slot_mapping.shape[0] == 0 or kv_cache.numel() == 0:
             return
-        kv_c, k_pe = (_aligned(each.to(torch.bfloat16)) for each in (kv_c, k_pe))
-        scale = torch.ones(1, dtype=torch.float32, device=kv_c.device)  # read, and not used for "auto"
-        op(kv_c, k_pe, kv_cache, _slots_of(kv_cache, slot_mapping), "auto", scale)
+        if largest is None or kv_scale is None:
+            kv_c, k_pe = kv_c.to(torch.bfloat16), k_pe.to(torch.bfloat16)
+        else:  # divided here, as the operation multiplies by a reciprocal
+            kv_c, k_pe = ((each.float() / kv_scale).clamp_(-largest, largest) for each in (kv_c, k_pe))
+        one = torch.ones(1, dtype=torch.float32, device=kv_c.device)
+        op(_aligned(kv_c), _aligned(k_pe), kv_cache, _slots_of(kv_cache, slot_mapping), kind, one)
 
     return cache_write
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index pages as AITER writes and reads them where these are not `index_fp8`: of gfx942's e4m3, and of tiles of 16 x 16.
+"""Layouts of AITER: rows of e4m3 with one scale for the whole cache, and index pages where these are not `index_fp8`.
+
+amd.fp8                 OCP (gfx950)    576 codes, which count `kv_scale` times: vLLM's `fp8` on AMD
+amd.fp8_fnuz            fnuz (gfx942)   the same
+
+Index pages of gfx942's e4m3, and of tiles of 16 x 16:
 
 name                    e4m3            a block of n tokens
 amd.index_fnuz          fnuz (gfx942)   n * 128 codes, then n float32 scales, as index_fp8
@@ -7,7 +12,8 @@ amd.index_tiles         OCP (gfx950)    16 * 128 codes as 8 tiles of 16 tokens x
 amd.index_fnuz_tiles    fnuz (gfx942)   the same
 
 Tiles are AITER's `Preshuffle`, vLLM's "SHUFFLE". A block of more than 16 tokens has no uniform distance from token to token,
-which `CacheLayout.parts` needs, so blocks of tiles have 16. Their rows are as wide as those of `index_fp8`: calls name them.
+which `CacheLayout.parts` needs, so blocks of tiles have 16. Calls name all of these layouts: rows of index pages are as wide
+as those of `index_fp8`, and other vendors have rows of 576 codes of their own.
 """
 
 from __future__ import annotations
@@ -19,11 +25,15 @@ import torch
 from torch import Tensor
 
 from mla_portable.layouts import (
+    BF16,
+    HEAD_SIZE,
     INDEX,
     INDEX_BF16,
     INDEX_FP8,
     INDEX_HEAD_SIZE,
+    KV_LORA_RANK,
     LAYOUTS,
+    QK_ROPE_HEAD_DIM,
     SCALE_FORMATS,
     Cache,
     CacheLayout,
@@ -34,6 +44,44 @@ TILE: Final = 16
 """Tokens, and numbers of each, in a tile; tokens in a block of tiles."""
 _LEAST_AMAX: Final = 1e-4
 _SCALE_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Rows(CacheLayout):
+    """Rows of e4m3 codes, side by side, which count `kv_scale` times."""
+
+    def pack(self, latent: Tensor, rope: Tensor, scale_format: str | None = None) -> Tensor:
+        """[T, 512] and [T, 64], divided by `kv_scale`, as [T, 576] codes; what is beyond the largest becomes that."""
+        largest = torch.finfo(self.dtype).max
+        return torch.cat([latent, rope], dim=-1).float().clamp(-largest, largest).to(self.dtype)
+
+
+def _add_rows(name: str, code: torch.dtype) -> CacheLayout:
+    return add_layout(
+        Fp8Rows(
+            name=name,
+            dtype=code,
+            row_width=HEAD_SIZE,
+            value_width=KV_LORA_RANK,
+            rope_width=QK_ROPE_HEAD_DIM,
+            rope_offset=KV_LORA_RANK,
+            alignment=1,
+            upconverted=BF16,
+            contents=f"576 {code} that count kv_scale times",
+            inferred=False,
+            tensor_scale=True,
+        )
+    )
+
+
+FP8: Final = _add_rows("amd.fp8", torch.float8_e4m3fn)
+FP8_FNUZ: Final = _add_rows("amd.fp8_fnuz", torch.float8_e4m3fnuz)
+
+
+def codes_of(name: str | None) -> torch.dtype | None:
+    """The dtype of e4m3 rows; None for bf16 ones."""
+    layout = LAYOUTS[name or BF16.name]
+    return layout.dtype if layout.tensor_scale else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
