@@ -157,7 +157,7 @@ def check_cache(
     if value.device != device:
         _refuse_device(where, argument, value, device)
     least = 1 if may_overlap and block_size == 1 and not layout.in_place else block_size * width
-    distance = _block_distance(where, argument, value, least)
+    distance = _block_distance(where, argument, value, shape, least)
     alignment = _alignment(value.data_ptr(), distance * layout.dtype.itemsize)
     if alignment < layout.alignment:
         _refuse_alignment(where, argument, value, layout.alignment)
@@ -181,7 +181,7 @@ def _check_tensors(
             refuse(where, name, f"block_size {block_size}", "a block of at least 1 token")
         if each.device != device:
             _refuse_device(where, name, each, device)
-        distance = _block_distance(where, name, each, block_size * width)
+        distance = _block_distance(where, name, each, each.shape, block_size * width)
         own = _alignment(each.data_ptr(), distance * each.element_size())
         if own < layout.alignment:
             _refuse_alignment(where, name, each, layout.alignment)
@@ -189,9 +189,9 @@ def _check_tensors(
     return CacheFacts(layout.name, block_size, alignment, uneven)
 
 
-def _block_distance(where: str, argument: str, value: Tensor, least: int) -> int:
+def _block_distance(where: str, argument: str, value: Tensor, shape: torch.Size, least: int) -> int:
     """Elements from block to block, 0 for a single one; refuses rows that do not follow one another. least: that it must be."""
-    (blocks, block_size, width), (block_stride, row_stride, stride) = value.shape, value.stride()
+    (blocks, block_size, width), (block_stride, row_stride, stride) = shape, value.stride()
     if stride != 1 or (row_stride != width and block_size > 1) or (block_stride < least and blocks > 1):
         refuse(
             where,

@@ -43,6 +43,12 @@ def _check_scale(where: str, argument: str, scale: Tensor, device: torch.device)
         refuse(where, argument, describe(scale), f"a float32 tensor of one element on {device}")
 
 
-def tensor_scales(**scales: Tensor | None) -> dict[str, Tensor]:
-    """The keywords of the scales that there are: not every implementation knows them."""
-    return {name: scale for name, scale in scales.items() if scale is not None}
+_NONE: Final[dict[str, Tensor]] = {}
+
+
+def tensor_scales(kv_scale: Tensor | None = None, q_scale: Tensor | None = None) -> dict[str, Tensor]:
+    """The keywords of the scales that there are: not every implementation knows them. Not to be written to."""
+    if kv_scale is None and q_scale is None:
+        return _NONE
+    given = {"kv_scale": kv_scale, "q_scale": q_scale}
+    return {name: scale for name, scale in given.items() if scale is not None}

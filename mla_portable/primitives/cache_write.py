@@ -73,7 +73,7 @@ def cache_write(
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe. Row formats: `mla_portable.layouts`.
     """
     facts = check(kv_c, k_pe, kv_cache, slot_mapping, scale_format, kv_scale, kv_layout)
-    scales = tensor_scales(kv_scale=kv_scale)
+    scales = tensor_scales(kv_scale)
     find(CACHE_WRITE, backend, kv_c, facts).call(kv_c, k_pe, kv_cache, slot_mapping, scale_format=scale_format, **scales)
 
 

@@ -70,7 +70,7 @@ def gather_upconvert(
     """
     facts = check(kv_cache, block_table, seq_lens, workspace_starts, out, kv_scale, kv_layout)
     return find(GATHER_UPCONVERT, backend, block_table, facts).call(
-        kv_cache, block_table, seq_lens, workspace_starts, out=out, **tensor_scales(kv_scale=kv_scale)
+        kv_cache, block_table, seq_lens, workspace_starts, out=out, **tensor_scales(kv_scale)
     )
 
 

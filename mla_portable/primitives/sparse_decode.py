@@ -130,7 +130,7 @@ def sparse_decode(
         out=out,
         lse_out=lse_out,
         **second_cache(*extra),
-        **tensor_scales(kv_scale=kv_scale, q_scale=q_scale),
+        **tensor_scales(kv_scale, q_scale),
     )
 
 
