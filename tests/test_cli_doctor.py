@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+
 import pytest
 import torch
 import torch_reference as reference
 from commands import document, invoke, missing_library
 from fake_plugins import ANYWHERE, implementation, make_plugin
 from machines import Costs
+from rich.console import Console
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from vendors import Vendor
 
 from mla_portable.choose import Registry
 from mla_portable.cli.doctor import diagnosis
+from mla_portable.cli.doctor.command import _for_a_person
 from mla_portable.contracts import Implementation, Primitive, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.times.adding import add_to_file
@@ -312,6 +317,17 @@ def test_doctor_says_of_a_plugin_that_declares_nothing_for_the_device_why_and_wh
     text = " ".join(invoke("doctor", registry=registry_with(zeta)).stdout.split())
     assert "1 implementations, none for this device: vendor cpu (supports zeta)" in text
     assert 'add "cpu" to `vendors` and `device_types` to try it on a CPU' in text
+
+
+def test_doctor_says_of_it_on_an_accelerator_what_declares_the_device():
+    """Its type need not be among those that plugins name, so that it is not listed."""
+    zeta = ("zeta", make_plugin(implementation("zeta.v1", support=Support("a test", ("zeta",)))))
+    found = replace(diagnosis.diagnose(registry_with(zeta), torch.device("cpu")), device="xpu:0")
+    console = Console(width=200, record=True, file=io.StringIO())
+    for part in _for_a_person(found, every=False, verbose=False):
+        console.print(part)
+    text = " ".join(console.export_text().split())
+    assert "none for this device: device type cpu (supports zeta)" in text and "declare its vendor and type" in text
 
 
 @pytest.mark.parametrize("support", [ANYWHERE, Support("a test", ("cpu",), ("cpu", "zeta"))])

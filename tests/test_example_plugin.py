@@ -172,7 +172,7 @@ def test_the_table_of_support_has_every_field_with_its_default():
     def shown(field: dataclasses.Field) -> str:
         if field.default is dataclasses.MISSING:
             return "required"
-        value = str(field.default).replace("'", '"')
+        value = repr(field.default).replace("'", '"')
         return f"`{value}`"
 
     assert {field.name: shown(field) for field in dataclasses.fields(Support)}.items() <= rows.items()

@@ -115,7 +115,7 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
         yield hanging("plugin", f"{report.name} ({distribution}): {_state(report)}{none}")
         yield from (hanging("  ignored", note) for note in report.notes)
     if any(diagnosis.not_for_this_device(report.name) for report in diagnosis.plugins):
-        yield hanging("", _how_to_include(dict(diagnosis.devices)[diagnosis.device]))
+        yield hanging("", _how_to_include(diagnosis.device))
     if verbose:
         yield from (f"{report.name}:\n{report.traceback}" for report in diagnosis.plugins if report.traceback)
     yield from (hanging("policy", line) for line in _policy(diagnosis))
@@ -148,14 +148,11 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
         yield "Nothing that is broken was selected: exit code 0."
 
 
-def _how_to_include(facts: DeviceFacts) -> str:
-    """What the author of a plugin does who wants it to be a candidate on this device."""
-    if facts.device_type == "cpu":
+def _how_to_include(device: str) -> str:
+    """What the author of a plugin does who wants it to be a candidate on a device."""
+    if device == "cpu":
         return 'in a plugin of your own, add "cpu" to `vendors` and `device_types` to try it on a CPU'
-    return (
-        f'in a plugin of your own for this device, its detector names the vendor, or `vendors` has "{facts.vendor}" and '
-        f'`device_types` has "{facts.device_type}"'
-    )
+    return "in a plugin of your own for this device, declare its vendor and type, or have a detector name the vendor"
 
 
 def _times(read: TimesRead) -> str:
