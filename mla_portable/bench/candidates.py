@@ -17,6 +17,7 @@ from mla_portable.judge.problems.bench import BenchProblem, KernelCase
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """A way to do the work.

@@ -51,9 +51,7 @@ def v4_layer_spec(num_heads: int) -> AttentionSpec:
     )
 
 
-def indexer_requests(
-    facts: DeviceFacts, topk: int = DEEPSEEK_V32.topk, *, ordered: bool = False
-) -> tuple[Request, Request]:
+def indexer_requests(facts: DeviceFacts, topk: int = DEEPSEEK_V32.topk, *, ordered: bool = False) -> tuple[Request, Request]:
     """What the indexer of vLLM's fused path asks for: its selection, and the writer of its keys where vLLM's does not work.
 
     To be captured in a graph, except where the device has none: vLLM then runs attention outside of them.
