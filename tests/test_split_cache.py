@@ -22,7 +22,7 @@ from mla_portable.engines.common import warm_up
 from mla_portable.judge.conformance import run_suite
 from mla_portable.judge.problems.step import StepShape
 from mla_portable.kit.rules import check_cache
-from mla_portable.layouts import BF16, LAYOUTS, CacheLayout, layout_of
+from mla_portable.layouts import BF16, INDEX, LAYOUTS, CacheLayout, layout_of
 from mla_portable.planner import Planner
 from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.primitives.sparse_decode import reference as decode_reference
@@ -258,6 +258,7 @@ def test_a_plugins_kernel_is_judged_on_it():
         ({"tensors": SPLIT.tensors[:1]}, "row_width"),
         ({"tensors": ("latent", "rope")}, "tensors"),
         ({"apart_bytes": 2}, "apart_bytes"),
+        ({"cache": INDEX}, "tensors"),
         ({"upconverted": None}, "upconverted"),
         ({"upconverted": SPLIT}, "upconverted"),
     ],
