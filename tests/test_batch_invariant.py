@@ -68,6 +68,13 @@ def test_explain_takes_it():
     assert route.exit_code == 0 and "batch_invariant=yes" in route.stdout
 
 
+@pytest.mark.parametrize("words", [[], ["--batch-invariant"]])
+def test_explain_asks_the_indexer_of_a_route_for_the_order_that_vllm_asks_for(words: list[str]):
+    answer = CliRunner().invoke(app, ["explain", "route", "--device", "h200", "--json", *words])
+    assert answer.exit_code == 0, answer.output
+    assert ("ordered=yes" in json.loads(answer.stdout)["indexer"]["request"]) is bool(words)
+
+
 def test_a_layer_is_served_by_who_offers_it_and_plans_for_it():
     fast, steady = Recorder("fast.tape"), Recorder("steady.tape", SPLIT_KV, 50.0, {"batch_invariant": True})
     spec = AttentionSpec(num_heads=4, softmax_scale=1.0, max_num_tokens=8, max_num_reqs=4, max_model_len=8, topk=16)

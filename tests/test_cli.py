@@ -702,6 +702,12 @@ def test_warm_needs_a_device_that_is_here_and_known_names(words):
     assert invoke(*words.split(), code=2).stderr.startswith("error: ")
 
 
+@pytest.mark.parametrize("words", ["warm", "bench prompts"])
+def test_layers_are_not_made_over_the_indexers_layouts(words):
+    refused = invoke(*words.split(), "--device", "cpu", "--layout", "index_fp8", code=2).stderr
+    assert "must be one of" in refused and "fp8_ds_mla" in refused and "(got 'index_fp8')" in refused
+
+
 @pytest.mark.usefixtures("a_bare_machine")
 def test_warm_does_not_take_a_cpu_for_the_device_that_serves():
     stderr = invoke("warm", code=2).stderr

@@ -24,6 +24,7 @@ from flash_mla_oracle import (
     v32_cache,
     without_unused,
 )
+from invented_layouts import known
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +34,7 @@ from mla_portable.contracts import InvalidArgument
 from mla_portable.errors import PlanMismatch
 from mla_portable.flash_mla import statistics
 from mla_portable.flash_mla.absent import NotServed
+from mla_portable.layouts import CacheLayout, layout_of
 
 BF16, INT32, UINT8, E4M3 = torch.bfloat16, torch.int32, torch.uint8, torch.float8_e4m3fn
 INF = math.inf
@@ -783,6 +785,32 @@ def test_decode_is_checked_before_anything_runs(argument: str):
 def test_prefill_is_checked_before_anything_runs(argument: str):
     for value in PREFILL_REFUSALS[argument]:
         refused(flash_mla.flash_mla_sparse_fwd, prefill_arguments(), argument, value)
+
+
+WIDE = {
+    dtype: CacheLayout(
+        name=f"wide_{dtype.itemsize}",
+        dtype=dtype,
+        row_width=640,
+        value_width=512,
+        rope_width=128,
+        rope_offset=512 * dtype.itemsize,
+        alignment=1,
+    )
+    for dtype in (BF16, UINT8)
+}
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_rows_that_a_plugin_alone_knows_are_refused(dtype: torch.dtype):
+    """Though calls that name no layout infer it: FlashMLA's functions have FlashMLA's formats."""
+    with known(*WIDE.values()):
+        pages, flat = zeros(6, 16, 1, 640, dtype=dtype), zeros(10, 1, 640, dtype=dtype)
+        assert layout_of(flat) is WIDE[dtype]
+        decode = decode_arguments(q=zeros(2, 3, 4, 640))
+        refused(flash_mla.flash_mla_with_kvcache, decode, "k_cache", pages)
+        refused(flash_mla.flash_mla_with_kvcache, decode_arguments(**SECOND), "extra_k_cache", pages)
+        refused(flash_mla.flash_mla_sparse_fwd, prefill_arguments(q=zeros(4, 3, 640)), "kv", flat)
 
 
 @pytest.mark.parametrize("argument", VARLEN_REFUSALS)

@@ -15,12 +15,14 @@ from invented_layouts import SPLIT, SPLIT_INT8, known
 from torch import Tensor
 
 import mla_portable
-from mla_portable.attention import AttentionSpec, SlotAttention, SparseMLAAttention
+from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention, SlotAttention, SparseMLAAttention
 from mla_portable.choose import Registry
 from mla_portable.contracts import Batch, Implementation, InvalidArgument, Registrar, Support, hookimpl
+from mla_portable.engines.common import warm_up
 from mla_portable.judge.conformance import run_suite
+from mla_portable.judge.problems.step import StepShape
 from mla_portable.kit.rules import check_cache
-from mla_portable.layouts import BF16, LAYOUTS, CacheLayout, layout_of
+from mla_portable.layouts import BF16, INDEX, LAYOUTS, CacheLayout, layout_of
 from mla_portable.planner import Planner
 from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.primitives.sparse_decode import reference as decode_reference
@@ -142,6 +144,32 @@ def test_slot_attention_reads_it():
         assert torch.equal(out, decoded(cached(SPLIT))[0][:, 0])
 
 
+@pytest.mark.parametrize("layout", ["bf16_split", "int8_split"])
+@pytest.mark.parametrize("route", ["direct", "split", "fused", "upconvert"])
+def test_a_layer_over_it_is_warmed_up(layout: str, route: str):
+    of = spec(layout, route=route, scale_format=(LAYOUTS[layout].scale_formats or (None,))[0], need_lse=False)
+    registry = Registry(environ={})
+    warm_up.warm_layer(SparseMLAAttention(of, device="cpu", registry=registry, backend="reference"))
+    made = warm_up.scratch_cache(of, CPU)
+    assert check_cache("test", "kv_cache", made, CPU, kv_layout=layout).kv_layout == layout and len(made) == len(
+        LAYOUTS[layout].tensors
+    )
+    with pytest.raises(InvalidArgument, match=f"block_stride: got 4096, expected None for {layout}, whose cache is"):
+        warm_up.scratch_cache(of, CPU, 4096)
+
+
+def test_calls_over_its_slots_and_prompts_are_warmed_up():
+    of, registry = spec("bf16_split", need_lse=False), Registry(environ={})
+    warm_up.warm_slots(SlotAttention(of, device="cpu", registry=registry, backend="reference"))
+    dims = HeadDims(128, 64, 128)
+    warm_up.warm_prompts(PromptAttention(of, dims, device=CPU, registry=registry, backend="reference"))
+
+
+def test_a_step_over_it_is_refused_before_anything_is_drawn():
+    with pytest.raises(InvalidArgument, match="StepShape: kv_layout: got bf16_split, in 2 tensors, expected a layout in one"):
+        StepShape(kv_layout="bf16_split")
+
+
 def test_the_facts_are_those_of_all_tensors():
     found = check_cache("test", "kv_cache", cached(SPLIT), CPU)
     assert found == ("bf16_split", BLOCK, 16, False)
@@ -230,6 +258,7 @@ def test_a_plugins_kernel_is_judged_on_it():
         ({"tensors": SPLIT.tensors[:1]}, "row_width"),
         ({"tensors": ("latent", "rope")}, "tensors"),
         ({"apart_bytes": 2}, "apart_bytes"),
+        ({"cache": INDEX}, "tensors"),
         ({"upconverted": None}, "upconverted"),
         ({"upconverted": SPLIT}, "upconverted"),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import kernel_bench
 import numpy as np
 import pytest
 import torch
@@ -39,6 +40,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.contracts.share import ContextShare
 from mla_portable.dispatch import serving
+from mla_portable.judge.problems.bench import KernelCase
 from mla_portable.kit.rules import extent
 from mla_portable.kit.split_kv import SplitSchedule
 from mla_portable.layouts import LAYOUTS
@@ -316,3 +318,14 @@ def test_a_schedule_of_another_call_is_refused_by_the_indexer(name: str):
 
 class OtherRows(TokenRows):
     """Another kind."""
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_benchmark_plans_for_sequences_that_hold_what_its_lists_name(query_len: int):
+    plugin, registry = machine()
+    case = KernelCase(SPARSE_DECODE, 2, "fp8_ds_mla", HEADS, 32, 128, query_len=query_len)
+    (found,) = kernel_bench.run(case, registry=registry, backends=["lengths"]).cases
+    (timed,) = found.times
+    assert timed.ok and not timed.wrong and plugin.given
+    ((host, device),) = plugin.planners[0].seen
+    assert host == device == [32 + query_len] * 2

@@ -18,6 +18,7 @@ from mla_portable.attention import AttentionSpec
 from mla_portable.choose import Registry
 from mla_portable.contracts import Implementation, InvalidArgument, Registrar, Support, UnsupportedRequest, hookimpl
 from mla_portable.judge.conformance import run_suite
+from mla_portable.layouts import INDEX
 from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.primitives.sparse_decode import reference as decode_reference
 
@@ -152,6 +153,8 @@ def test_layers_say_that_they_bring_no_scale():
 def test_rows_have_one_kind_of_scale():
     with pytest.raises(InvalidArgument, match="tensor_scale: got True, expected False for rows with scales of their own"):
         replace(INT8, tensor_scale=True)
+    with pytest.raises(InvalidArgument, match="tensor_scale: got True, expected False for the indexer's keys"):
+        replace(SCALED, cache=INDEX)
 
 
 def registry(decode: Callable[..., Any]) -> Registry:

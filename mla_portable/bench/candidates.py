@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from mla_portable.contracts import Baseline, Batch, DecodeSchedule, Implementati
 from mla_portable.judge.problems.bench import BenchProblem, KernelCase
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-
-_CONTEXT: Final = 1
-"""Tokens a planned request has in the cache for each of its query tokens: a schedule of decode depends on topk, not on that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,8 +111,11 @@ def prepared(
 def decode_schedule(
     implementation: Implementation, case: KernelCase, request: Request, device: torch.device
 ) -> DecodeSchedule | None:
-    """What the planner makes for a batch of this many decodes; None where the implementation takes no schedule."""
-    facts, context = request.device, _CONTEXT * case.query_len
+    """What the planner makes for a batch of this many decodes; None where the implementation takes no schedule.
+
+    Every token sees at least K keys, as the lists of the case name K: a schedule of a kind with `needs_lengths` reads all.
+    """
+    facts, context = request.device, (case.topk or 1) + case.query_len
     if case.primitive is not SPARSE_DECODE or implementation.schedule_kind is None:
         return None
     config = PlannerConfig(
@@ -132,10 +132,12 @@ def decode_schedule(
         num_sms=facts.num_sms,
         arch=facts.arch,
     )
+    seq_lens = np.full(case.rows, context, dtype=np.int32)
     batch = Batch(
         query_start_loc=np.arange(case.rows + 1, dtype=np.int32) * case.query_len,
-        seq_lens=np.full(case.rows, context, dtype=np.int32),
+        seq_lens=seq_lens,
         block_table=torch.zeros((case.rows, 1), dtype=torch.int32, device=device),
+        seq_lens_device=torch.from_numpy(seq_lens).to(device),  # as engines have them
     )
     return Planner(config).plan(batch).decode_schedule
 

@@ -252,7 +252,8 @@ def _ask_for_the_rest(decision: Decision | RouteDecision, backend: str | None) -
     if not refusals(spec, head_dims, facts, registry=registry, backend=backend):
         prompts = layers.decide(prompt_requests(spec, head_dims, facts)["masked"])
         found = {"prompts": prompts} if prompts.chosen and layers.prompt_times(prompts) else {}
-    return {**found, "indexer": layers.decide(indexer_requests(facts, spec.topk)[0])}
+    select, _ = indexer_requests(facts, spec.topk, ordered=spec.batch_invariant)
+    return {**found, "indexer": layers.decide(select)}
 
 
 def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:

@@ -81,11 +81,11 @@ def prompts(
         from mla_portable.bench.prompts import STEPS, can_time, make_layer, time_step
         from mla_portable.bench.prompts import fit as fitted
         from mla_portable.dispatch import current_registry
-        from mla_portable.layouts import LAYOUTS
+        from mla_portable.layouts import LAYOUTS, layout_names
         from mla_portable.times.adding import add_to_file, check_can_add
         from mla_portable.times.prompts import PromptRecord
 
-        check_known(layout, LAYOUTS, param_hint="--layout")
+        check_known(layout, layout_names(), param_hint="--layout")
         asked = model_named(model, can_time)
         dims = numbers(widths, "--head-dims") or asked.head_dims
         if len(dims) != 3:

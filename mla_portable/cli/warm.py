@@ -52,11 +52,11 @@ def warm(
         from mla_portable.bench.warm import can_warm
         from mla_portable.bench.warm import warm as run
         from mla_portable.dispatch import current_registry
-        from mla_portable.layouts import LAYOUTS
+        from mla_portable.layouts import layout_names
 
         asked = model_named(model, can_warm)
         for each in layout or ():
-            check_known(each, LAYOUTS, param_hint="--layout")
+            check_known(each, layout_names(), param_hint="--layout")
         with output.progress() as advance:
             report = run(
                 where,

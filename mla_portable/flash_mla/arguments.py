@@ -17,9 +17,14 @@ _LAYOUTS: Final = {(each.dtype, each.row_width): each.name for each in (BF16, BF
 """(dtype, row width) -> the layout that FlashMLA has for it; a plugin's layouts may have rows like these."""
 
 
-def layout_name(rows: Tensor) -> str | None:
-    """FlashMLA's layout for such rows; None for rows that it does not know, which are refused."""
-    return _LAYOUTS.get((rows.dtype, rows.shape[-1]))
+def layout_name(where: str, argument: str, rows: Tensor) -> str:
+    """FlashMLA's layout for such rows. Raises: InvalidArgument for rows that it does not know, whatever plugins have."""
+    name = _LAYOUTS.get((rows.dtype, rows.shape[-1]))
+    if name is None:
+        alike = [kind for kind in _LAYOUTS if kind[0] == rows.dtype] or list(_LAYOUTS)
+        expected = " or ".join(f"{dtype} rows of {width} ({_LAYOUTS[dtype, width]})" for dtype, width in alike)
+        refuse(where, argument, f"{rows.dtype} rows of {rows.shape[-1]}", expected)
+    return name
 
 
 def scale_of(where: str, argument: str, value: Any, width: int) -> float:

@@ -102,7 +102,7 @@ def flash_mla_with_kvcache(
     check_value_width(_WHERE, "head_dim_v", head_dim_v)
     shape_of(_WHERE, "q", q, 4, "[b, s_q, h_q, width]")
     cache = _rows("k_cache", k_cache, kv_format)
-    first = check_cache(_WHERE, "k_cache", cache, q.device, kv_layout=layout_name(cache))
+    first = check_cache(_WHERE, "k_cache", cache, q.device, kv_layout=layout_name(_WHERE, "k_cache", cache))
     layout = first.layout
     if layout is FP8_NOPE and kv_format is None:
         refuse(_WHERE, "kv_format", "None for rows of 528 bytes", f"{_NAMED!r}: rows of V41, not served here, have as many")
@@ -187,7 +187,7 @@ def _second(
     if indices is None:
         refuse(_WHERE, "extra_indices_in_kvcache", "None", "slots of extra_k_cache, [b, s_q, extra_topk] int32")
     rows = _rows("extra_k_cache", cache, None)
-    second = check_cache(_WHERE, "extra_k_cache", rows, device, kv_layout=layout_name(rows))
+    second = check_cache(_WHERE, "extra_k_cache", rows, device, kv_layout=layout_name(_WHERE, "extra_k_cache", rows))
     if second.kv_layout != first.kv_layout:
         refuse(_WHERE, "extra_k_cache", f"rows of {second.kv_layout}", f"the layout of k_cache, {first.kv_layout}")
     return rows, second.block_size, first.beside(second)

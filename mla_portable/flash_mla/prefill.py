@@ -70,7 +70,7 @@ def flash_mla_sparse_fwd(
         remedy = "flash_mla_with_kvcache reads quantised rows from the paged cache in place."
         refuse(_WHERE, "kv", rows.dtype, "torch.bfloat16", remedy)
     check_resolved(_WHERE, "kv", rows)
-    name = layout_name(rows)
+    name = layout_name(_WHERE, "kv", rows)
     cache = check_cache(_WHERE, "kv", rows.unsqueeze(1), q.device, kv_layout=name, may_overlap=True)
     layout = cache.layout
     chosen = without_head(_WHERE, "indices", indices, 3, "[s_q, 1, topk]")

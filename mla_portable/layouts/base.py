@@ -60,7 +60,7 @@ class CacheLayout:
         apart_bytes: the last bytes of a row, where they lie behind the rows of their block instead of inside the row: those of
             token t of a block at block_size * (row_bytes - apart_bytes) + t * apart_bytes. Offsets count as if they were
             inside.
-        tensors: where the cache consists of several tensors: what each holds of a row. `kv_cache` is then a tuple of them, in
+        tensors: where a KV cache consists of several tensors: what each holds of a row. `kv_cache` is then a tuple of them, in
             this order, with the same blocks and block size, and only `pack`, `split` and kernels that declare the layout know
             what is where. `dtype`, `row_width` and offsets are those of a row with all of it side by side.
         alignment: bytes, of the widest number in a row, or of what is read as one; addresses of blocks are multiples of it.
@@ -68,8 +68,9 @@ class CacheLayout:
             one tensor, whose rows are copied.
         contents: a row in words, for error messages.
         block_size: tokens of every block, where blocks are arranged as a whole; None where they may have any number.
-        tensor_scale: the numbers of a row count `kv_scale` times, a scale for the whole cache that each call brings. Such rows
-            have no scales of their own. `pack` is given numbers that were divided by it, and `split` gives them so.
+        tensor_scale: the numbers of a row of a KV cache count `kv_scale` times, a scale for the whole cache that each call
+            brings. Such rows have no scales of their own. `pack` is given numbers that were divided by it, and `split` gives
+            them so.
         inferred: calls that name no layout take a tensor of this dtype and row width for one of this layout. False for a layout
             that is always named: of a plugin whose rows have the width of another layout, so that callers who name none keep
             theirs.
@@ -126,6 +127,9 @@ class CacheLayout:
         check("alignment", self.alignment in (1, 2, 4, 8, 16), "a power of two up to 16")
         parts: tuple[object, ...] = self.tensors
         check("tensors", type(parts) is tuple and all(type(each) is CacheTensor for each in parts), "a tuple of CacheTensors")
+        if self.cache == INDEX:
+            check("tensors", not self.tensors, "none for the indexer's keys: its primitives take one tensor")
+            check("tensor_scale", not self.tensor_scale, "False for the indexer's keys: its primitives take no kv_scale")
         if self.tensors:
             held = sum(each.width * each.dtype.itemsize for each in self.tensors)
             check("row_width", self.row_bytes == held, f"what the tensors hold of a row, {held} bytes")

@@ -64,6 +64,7 @@ def test_they_catch_what_they_are_for(primitive):
         INDEXER_LOGITS: scores_without_relu,
     }[primitive]
     cases = published(implementation, machine.facts("cpu"))
+    cases = [case for case in cases if "." not in (case.request.kv_layout or "")]  # a plugin's that another test loaded
     assert cases
     for case in cases:
         assert run_case(case, wrong, CPU).status == "failed", case.id

@@ -28,8 +28,10 @@ from mla_portable.primitives import (
     INDEXER_SELECT,
     SPARSE_DECODE,
     SPARSE_PREFILL,
+    TOPK_SELECT,
 )
 from mla_portable_common import flash_mla
+from mla_portable_common.deep_gemm import vendors
 from mla_portable_common.deep_gemm.discovery import forget_deepgemm
 from mla_portable_common.flash_mla.discovery import forget_copies
 from mla_portable_common.flash_mla.head_padding import PaddedQueries
@@ -129,6 +131,24 @@ def test_the_example_is_tried_on_a_cpu_as_it_says():
     with installed(num_sms=1):
         conforms(machine(facts={}), "musa.flash_mla", "smoke", SPARSE_DECODE, SPARSE_PREFILL)
         conforms(machine(facts={}), "musa.deep_gemm", "smoke", *SCORES)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_selection_asks_its_top_k_for_the_order_that_it_is_asked_for(ordered, monkeypatch):
+    parts = []
+
+    def bind_part(request, own):
+        parts.append(request)
+        return own(request)
+
+    monkeypatch.setattr(vendors, "bind_part", bind_part)
+    with installed():
+        registry = machine()
+        (offered,) = (each for each in registry.implementations(INDEXER_SELECT) if each.name == "musa.deep_gemm")
+        sizes = {"kv_layout": "index_fp8", "num_heads": 64, "topk": 32, "block_size": 64, "graph": True}
+        request = Request(INDEXER_SELECT, S5000, ordered=ordered, **sizes)
+        registry.bind_implementation(offered, request)
+    assert parts == [Request(TOPK_SELECT, S5000, topk=32, ordered=ordered, graph=True)]
 
 
 @pytest.mark.parametrize("base_2", [False, True])

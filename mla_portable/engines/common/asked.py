@@ -51,13 +51,18 @@ def v4_layer_spec(num_heads: int) -> AttentionSpec:
     )
 
 
-def indexer_requests(facts: DeviceFacts, topk: int = DEEPSEEK_V32.topk) -> tuple[Request, Request]:
+def indexer_requests(facts: DeviceFacts, topk: int = DEEPSEEK_V32.topk, *, ordered: bool = False) -> tuple[Request, Request]:
     """What the indexer of vLLM's fused path asks for: its selection, and the writer of its keys where vLLM's does not work.
 
     To be captured in a graph, except where the device has none: vLLM then runs attention outside of them.
+
+    Args:
+        ordered: positions ascend, as vLLM asks for under batch invariance.
     """
     layout: dict[str, Any] = {"kv_layout": "index_fp8", "block_size": 64, "graph": facts.graph_capture is not False}
     return (
-        Request(INDEXER_SELECT, facts, num_heads=DEEPSEEK_V32.index_heads, topk=topk, whole_tables=True, **layout),
+        Request(
+            INDEXER_SELECT, facts, num_heads=DEEPSEEK_V32.index_heads, topk=topk, ordered=ordered, whole_tables=True, **layout
+        ),
         Request(INDEXER_CACHE_WRITE, facts, scale_format="pow2", **layout),
     )

@@ -21,11 +21,11 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, PromptAttention, SparseMLAAttention
 from mla_portable.attention.prompts import Project
 from mla_portable.attention.slots import SlotAttention
-from mla_portable.contracts import Batch, StepLengths, StepPlan
+from mla_portable.contracts import Batch, InvalidArgument, StepLengths, StepPlan
 from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.values import INT32_MAX
 from mla_portable.kit.defaults import neutral_defaults
-from mla_portable.layouts import INDEX_HEAD_SIZE
+from mla_portable.layouts import INDEX_HEAD_SIZE, Cache
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.planner.prompts import plan_prompts
 from mla_portable.primitives import IndexerSelect
@@ -51,12 +51,19 @@ def row_counts(limit: int, ranges: tuple[int, ...] = ()) -> tuple[int, ...]:
     return tuple(sorted({most, *powers, *sides} - {0}))
 
 
-def scratch_cache(spec: AttentionSpec, device: torch.device, block_stride: int | None = None) -> Tensor:
-    """A cache of two blocks [2, block_size, row width] of the spec's layout, zeros.
+def scratch_cache(spec: AttentionSpec, device: torch.device, block_stride: int | None = None) -> Cache:
+    """A cache of two blocks [2, block_size, row width] of the spec's layout, zeros; a tuple where it has several tensors.
 
-    block_stride: elements between blocks; None where they follow one another.
+    block_stride: elements between blocks of a cache in one tensor; None where they follow one another.
+    Raises: InvalidArgument for a distance between blocks of several tensors.
     """
     layout = spec.layout
+    if layout.tensors:
+        if block_stride is not None:
+            expected = f"None for {layout.name}, whose cache is {len(layout.tensors)} tensors"
+            raise InvalidArgument("scratch_cache", "block_stride", got=block_stride, expected=expected)
+        shape = _BLOCKS, spec.block_size
+        return tuple(torch.zeros((*shape, each.width), dtype=each.dtype, device=device) for each in layout.tensors)
     stride = spec.block_size * layout.row_width if block_stride is None else block_stride
     memory = torch.zeros(_BLOCKS * stride, dtype=layout.dtype, device=device)
     return memory.as_strided((_BLOCKS, spec.block_size, layout.row_width), (stride, layout.row_width, 1))
@@ -66,7 +73,7 @@ def warm_layer(
     layer: SparseMLAAttention,
     config: PlannerConfig | None = None,
     *,
-    kv_cache: Tensor | None = None,
+    kv_cache: Cache | None = None,
     writes: bool = True,
 ) -> None:
     """Make what the steps of a layer need: decodes of any number of rows and query length, prefills, both in a step, writes.
@@ -90,7 +97,7 @@ def warm_layer(
         accelerator(device).synchronize()
 
 
-def _write(layer: SparseMLAAttention, cache: Tensor) -> None:
+def _write(layer: SparseMLAAttention, cache: Cache) -> None:
     """Rows that are skipped."""
     spec, device = layer.spec, layer.device
     for rows in (1, min(_PROMPT, spec.max_num_tokens)):
@@ -140,7 +147,7 @@ def _ways(layer: SparseMLAAttention, plan: StepPlan) -> Iterator[StepPlan]:
         yield replace(plan, prefill_chunks=(), prefill_request_ids=None, prefill_workspace_starts=None)
 
 
-def _attend(layer: SparseMLAAttention, cache: Tensor, plan: StepPlan, sink: Tensor | None) -> None:
+def _attend(layer: SparseMLAAttention, cache: Cache, plan: StepPlan, sink: Tensor | None) -> None:
     spec, device, tokens = layer.spec, layer.device, plan.num_padded_tokens
     widths = (spec.layout.value_width, spec.rope_width) if spec.concat_query else (spec.query_width,)
     halves = [torch.zeros((tokens, spec.num_heads, width), dtype=torch.bfloat16, device=device) for width in widths]
@@ -164,7 +171,8 @@ def warm_slots(layer: SlotAttention) -> None:
     spec, device = layer.spec, layer.device
     with accelerator(device).guard(), neutral_defaults(), torch.no_grad():
         cache = scratch_cache(spec, device)
-        cache = cache if spec.layout.is_quantized else cache.view(-1, spec.layout.row_width)
+        if isinstance(cache, Tensor) and not spec.layout.in_place:
+            cache = cache.view(-1, spec.layout.row_width)
         sink = torch.zeros(spec.num_heads, device=device) if spec.attn_sink else None
         ends = tuple(part.most_rows for part in layer.route_decision.verdict.parts if part.most_rows is not None)
         for decodes, limit in ((True, spec.max_num_reqs), (False, spec.max_num_tokens)):
@@ -179,7 +187,7 @@ def warm_slots(layer: SlotAttention) -> None:
         accelerator(device).synchronize()
 
 
-def warm_prompts(attention: PromptAttention, project: Project | None = None, *, kv_cache: Tensor | None = None) -> None:
+def warm_prompts(attention: PromptAttention, project: Project | None = None, *, kv_cache: Cache | None = None) -> None:
     """Make what prompts over keys of each head need: under a selection and without one, behind a context, in parts of the keys.
 
     Args:

@@ -71,7 +71,7 @@ class StepShape:
         context: tokens that the longest request has in the cache before the step; the others have between an eighth of
             it and all of it, a fresh prefill none.
         block_size, kv_layout, scale_format: of the cache. seed: of everything random.
-    Raises: InvalidArgument for a size out of its range and for unknown names.
+    Raises: InvalidArgument for a size out of its range, for unknown names, and for a layout in several tensors.
     """
 
     num_heads: int = DEEPSEEK_V32.rank_heads[0]
@@ -104,6 +104,10 @@ class StepShape:
         if self.kv_layout not in layout_names():
             expected = f"one of {', '.join(layout_names())}"
             raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=expected)
+        tensors = LAYOUTS[self.kv_layout].tensors
+        if tensors:
+            got, expected = f"{self.kv_layout}, in {len(tensors)} tensors", "a layout in one tensor"
+            raise InvalidArgument(where, "kv_layout", got=got, expected=expected)
         if self.scale_format not in scale_formats():
             expected = f"one of {', '.join(scale_formats())}"
             raise InvalidArgument(where, "scale_format", got=repr(self.scale_format), expected=expected)

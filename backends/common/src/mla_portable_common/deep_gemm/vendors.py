@@ -60,5 +60,6 @@ def _bind_ragged(library: Library, request: Request[Any]) -> Any:
 
 
 def _bind_select(library: Library, request: Request[Any]) -> Any:
-    topk = bind_part(Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph), lambda _: topk_reference)
+    part = Request(TOPK_SELECT, request.device, topk=request.topk, ordered=request.ordered, graph=request.graph)
+    topk = bind_part(part, lambda _: topk_reference)
     return DeepGemmSelect(_kernel(library, INDEXER_LOGITS, request), TorchIndexPasses(), topk)
