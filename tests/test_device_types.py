@@ -15,7 +15,7 @@ from mla_portable.choose.policy import Policy
 from mla_portable.choose.select import decide
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Reason, Request, Support
 from mla_portable.layouts import INDEX_BF16, INDEX_FP8, layout_names
-from mla_portable.primitives import CONVERT_INDICES, MERGE_STATES, SPARSE_DECODE
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE
 from mla_portable_triton import support
 
 TYPES = ("npu", "xpu", "musa", "mlu")
@@ -150,3 +150,16 @@ def test_plain_torch_serves_where_checks_say_that_nothing_else_runs_on_the_devic
         decision = decided({"portable.v1": (Reason("triton", "1.0", "needs 2.1 or newer"),)}, facts=facts)
         assert decision.chosen is None and "plain torch serves an accelerator only" in decision.failure_text()
     assert decided({}).chosen == "portable.v1"
+
+
+@pytest.mark.parametrize(
+    ("primitive", "layout"), [(CACHE_WRITE, "ascend.split"), (CACHE_WRITE, "ascend.c8"), (GATHER_UPCONVERT, "ascend.split")]
+)
+@pytest.mark.parametrize("facts", [NPU, H200], ids=str)
+def test_plain_torch_serves_a_cache_layout_that_nothing_else_reads(facts: DeviceFacts, primitive: Primitive, layout: str):
+    pytest.importorskip("mla_portable_ascend")  # its import adds the layouts
+    plugins = [*PLUGINS, ("ascend", "mla_portable_ascend")]
+    registry = Registry(plugins=plugins, facts={facts.device_type: facts}, environ={}, probe=False)
+    assert registry.decide(Request(primitive, facts, kv_layout=layout)).chosen == "reference.torch"
+    served = registry.decide(Request(primitive, facts, kv_layout="bf16")).chosen
+    assert served is not None and served != "reference.torch"
