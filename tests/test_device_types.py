@@ -120,6 +120,23 @@ def test_a_triton_that_drives_cuda_alone_says_so(monkeypatch: pytest.MonkeyPatch
     assert list(support.check(H200)) == []
 
 
+@pytest.mark.parametrize("version", [None, "2.0.0", "2.1.0"])
+def test_plain_torch_serves_another_device_type_without_a_triton_that_runs(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """2.1 is too old for some primitives only, which `check_triton_3` says; torch's "cuda" is to be repaired."""
+    npu = simulated("npu")
+    with_drivers(monkeypatch, Drivers(lambda: driver_for("npu")), version or "3.2.0")
+    if version is None:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    for check in (support.check_triton_3,) if version == "2.1.0" else (support.check, support.check_triton_3):
+        (reason,) = check(npu)
+        assert (reason.subject, reason.given) == ("device type", "npu") and "or newer" in reason.limit
+        assert reason.remedy == "install the Triton that the vendor of npu devices ships"
+        assert {each.subject for facts in (H200, CPU) for each in check(facts)} == {"triton"}
+        assert decided({"portable.v1": (reason,)}, facts=npu).chosen == "reference.torch"
+
+
 def test_a_fault_of_the_device_is_no_missing_driver(monkeypatch: pytest.MonkeyPatch):
     with_drivers(monkeypatch, Drivers(lost))
     with pytest.raises(RuntimeError, match="NPU error: lost"):
