@@ -24,6 +24,7 @@ from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.times.adding import add_to_file
 from mla_portable.times.prompts import PromptRecord, PromptTimes
 from mla_portable.times.records import MeasuredTime, Measurement
+from mla_portable.times.selection import form_of
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -170,6 +171,8 @@ def test_doctor_says_which_files_of_times_were_read_for_the_device(tmp_path):
     what = ("reference.torch", "merge_states", None, None, None)
     times = [MeasuredTime(*what, rows, 2.0, here) for rows in (1, 8)]
     times += [MeasuredTime(*what, rows, 1.0, here, configuration=(("block", 2),)) for rows in (1, 8)]
+    select = ("reference.torch", "indexer_select", "index_fp8", 64, 2048)
+    times.append(MeasuredTime(*select, 8, 1.0, here, form_of(4096)))  # which rank nothing
     constants = PromptRecord("reference.torch", 192, 128, 16, PromptTimes(*[1.0] * 11), elsewhere, (facts.vendor,))
     add_to_file(tmp_path / "here.json", times)
     add_to_file(tmp_path / "stands-for-it.json", prompts=[constants])
