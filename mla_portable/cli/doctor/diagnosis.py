@@ -280,10 +280,10 @@ def _examine(
 
 
 def _decisions(registry: Registry, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Decision]:
-    """The choice for each primitive here, whatever the shapes of a call are."""
+    """The choice for each primitive here, whatever the shapes of a call are, under the promises that engines give."""
     for primitive in Primitive.all():
         try:
-            yield registry.decide(Request(primitive, facts))
+            yield registry.decide(Request(primitive, facts, **primitive.promises))
         except MLAPortableError as error:
             problems.append(Problem(f"{primitive}: {error}", "fix what it names", fatal=True))
         except Exception as error:  # of the device, which a probe ran into
