@@ -61,7 +61,7 @@ def inexact_merge_states(outs, lses):
 
 
 def wrong_topk_select(*args, **options):
-    return reference.topk_select(*args, **options).flip(1)
+    return reference.topk_select(*args, **options).clamp_(max=4)
 
 
 def wrong_quantize_per_tensor(*args, **options):

@@ -19,7 +19,7 @@ from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVE
 from mla_portable_triton import support
 
 TYPES = ("npu", "xpu", "musa", "mlu")
-LAYOUTS_OF = {"kv": layout_names(), "index": (INDEX_BF16.name, INDEX_FP8.name)}
+LAYOUTS_OF = {"kv": tuple(name for name in layout_names() if "." not in name), "index": (INDEX_BF16.name, INDEX_FP8.name)}
 PLUGINS = [("reference", "mla_portable.reference"), ("triton", "mla_portable_triton")]
 
 

@@ -192,6 +192,10 @@ class Support(Features):
         if layout is not None and layout.name not in self.layouts:
             remedy = "take the upconvert route, which gathers to bf16 first" if layout.in_place else ""
             yield Reason("kv_layout", layout.name, f"supports {_words(self.layouts) or 'none'}", remedy)
+        if layout is not None and layout.block_size is not None and r.block_size not in (None, layout.block_size):
+            yield Reason(
+                "block_size", str(r.block_size), f"{layout.name} has blocks of {layout.block_size}", "name another layout"
+            )
         if r.num_heads is not None and not self._accepts_heads(r.num_heads):
             yield Reason("num_heads", str(r.num_heads), f"supports {self._heads_text()}", "change tensor parallelism")
         for subject, allowed, multiple, most, remedy in (

@@ -67,6 +67,7 @@ class CacheLayout:
         upconverted: the layout of the rows that gather_upconvert makes of these; None for layouts that are not quantised and in
             one tensor, whose rows are copied.
         contents: a row in words, for error messages.
+        block_size: tokens of every block, where blocks are arranged as a whole; None where they may have any number.
         tensor_scale: the numbers of a row count `kv_scale` times, a scale for the whole cache that each call brings. Such rows
             have no scales of their own. `pack` is given numbers that were divided by it, and `split` gives them so.
         inferred: calls that name no layout take a tensor of this dtype and row width for one of this layout. False for a layout
@@ -92,6 +93,7 @@ class CacheLayout:
     alignment: int
     upconverted: CacheLayout | None = None
     contents: str = ""
+    block_size: int | None = None
     tensor_scale: bool = False
     inferred: bool = True
     tolerance: str | None = None
@@ -107,6 +109,8 @@ class CacheLayout:
         for field in ("row_width", "value_width", "rope_width", "rope_offset", "apart_bytes", "alignment"):
             check(field, type(getattr(self, field)) is int, "an integer")
         check("scale_offset", self.scale_offset is None or type(self.scale_offset) is int, "an integer, or None")
+        size = self.block_size
+        check("block_size", size is None or (type(size) is int and size >= 1), "None or an integer, at least 1")
         check("tolerance", self.tolerance in (None, *TOLERANCES), f"None or one of {', '.join(TOLERANCES)}")
         check("tensor_scale", type(self.tensor_scale) is bool, "True or False")
         check("tensor_scale", not (self.tensor_scale and self.scale_formats), "False for rows with scales of their own")

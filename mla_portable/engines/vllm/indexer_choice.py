@@ -3,9 +3,9 @@
 """Whose indexer serves the model: decided in the process that runs it, when its first layer is built.
 
 Mode auto takes this one where the platform has no DeepGEMM for its compute capability, where DeepGEMM cannot be imported, and
-under decode context parallelism where CuteDSL cannot, which merges the ranks' selections in vLLM's, and where a batch must not
-change a bit (VLLM_BATCH_INVARIANT), which vLLM's scores and top-k do not promise. Elsewhere vLLM's serves, but for steps of
-decodes in which this one takes less time by what was measured on the device: builders decide that for each step, on the host.
+under decode context parallelism where CuteDSL cannot, which merges the ranks' selections in vLLM's, and under
+VLLM_BATCH_INVARIANT, because vLLM's top-k repeats neither ties nor order. Elsewhere vLLM's serves, but for steps of decodes in
+which this one takes less time by what was measured on the device: builders decide that for each step, on the host.
 Mode on takes it wherever it can replace vLLM's. There are two paths:
 
     fused       the operator `vllm::sparse_attn_indexer` itself: cache write, then indexer_select over the pages
@@ -121,9 +121,7 @@ def _decide(vllm_config: Any | None) -> IndexerChoice:
         if apart is not None:
             return IndexerChoice(False, False, reason)
         if same_bits:
-            return IndexerChoice(
-                True, True, "VLLM_BATCH_INVARIANT is set, and vLLM's scores and top-k may change with the batch"
-            )
+            return IndexerChoice(True, True, "VLLM_BATCH_INVARIANT is set, and vLLM's top-k does not repeat ties and order")
         assert times is not None
         return IndexerChoice(False, False, f"{reason}; {times.text}", times)
     return IndexerChoice(True, apart is None, reason if apart is None else f"{reason}; not fused: {apart}")

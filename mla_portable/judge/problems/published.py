@@ -79,6 +79,8 @@ def published_attention(implementation: Implementation, facts: DeviceFacts, leve
         return
     decode = implementation.primitive is SPARSE_DECODE
     for layout, scale_format in storages(implementation):
+        if LAYOUTS[layout].tensor_scale:
+            continue  # the published cache has none
         flat = not decode and not LAYOUTS[layout].in_place
         for lengths in accepted(implementation, facts, "lengths", [True, False]):
             yield (PublishedDecode if decode else PublishedPrefill)(

@@ -147,6 +147,7 @@ def _add(name: str, code: torch.dtype, *, tiles: bool) -> CacheLayout:
             alignment=4,
             upconverted=INDEX_BF16,
             contents=f"128 {kind} bytes{where}; a float32 scale for each lies behind the rows of the block",
+            block_size=TILE if tiles else None,
             inferred=False,
             code=code,
             tiles=tiles,
