@@ -20,10 +20,11 @@ from mla_portable.choose import Registry
 from mla_portable.cli.doctor import diagnosis
 from mla_portable.cli.doctor.command import _for_a_person
 from mla_portable.contracts import Implementation, Primitive, Support
-from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
+from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, MASKED_PREFILL, MERGE_STATES, SPARSE_DECODE
 from mla_portable.times.adding import add_to_file
 from mla_portable.times.prompts import PromptRecord, PromptTimes
 from mla_portable.times.records import MeasuredTime, Measurement
+from mla_portable.times.selection import form_of
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -170,6 +171,8 @@ def test_doctor_says_which_files_of_times_were_read_for_the_device(tmp_path):
     what = ("reference.torch", "merge_states", None, None, None)
     times = [MeasuredTime(*what, rows, 2.0, here) for rows in (1, 8)]
     times += [MeasuredTime(*what, rows, 1.0, here, configuration=(("block", 2),)) for rows in (1, 8)]
+    select = ("reference.torch", "indexer_select", "index_fp8", 64, 2048)
+    times.append(MeasuredTime(*select, 8, 1.0, here, form_of(4096)))  # which rank nothing
     constants = PromptRecord("reference.torch", 192, 128, 16, PromptTimes(*[1.0] * 11), elsewhere, (facts.vendor,))
     add_to_file(tmp_path / "here.json", times)
     add_to_file(tmp_path / "stands-for-it.json", prompts=[constants])
@@ -294,6 +297,23 @@ def test_doctor_advises_to_lift_the_force_from_a_backend_for_other_devices():
     answer = document("doctor", registry=registry_with(("acme", "fake_plugins.acme"), environ=environ), code=1)
     (problem,) = [each for each in answer["problems"] if each["fatal"]]
     assert problem["remedy"] == "unset MLA_PORTABLE_BACKEND_SPARSE_DECODE to let the registry choose"
+
+
+@pytest.mark.parametrize(
+    ("primitive", "needs"),
+    [
+        (INDEXER_SELECT, "needs_whole_tables"),
+        (INDEXER_LOGITS, "needs_uniform_query_len"),
+        (MASKED_PREFILL, "needs_finite_values"),
+    ],
+)
+def test_doctor_lets_serve_what_needs_the_promises_that_engines_give(primitive, needs):
+    layouts = ("index_bf16", "index_fp8") if primitive.cache else ()
+    support = Support(source="this test", device_types=("cpu",), kv_layouts=layouts, **{needs: True})
+    own = implementation("acme.v1", primitive, support, bind=lambda request: primitive.reference)
+    environ = {f"MLA_PORTABLE_BACKEND_{primitive.upper()}": "acme"}
+    answer = document("doctor", registry=registry_with(("acme", make_plugin(own)), environ=environ))
+    assert answer["ok"] and {each["primitive"]: each["chosen"] for each in answer["choices"]}[primitive] == "acme.v1"
 
 
 def test_doctor_says_once_that_nothing_else_works():

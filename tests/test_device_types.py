@@ -15,7 +15,7 @@ from mla_portable.choose.policy import Policy
 from mla_portable.choose.select import decide
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Reason, Request, Support
 from mla_portable.layouts import INDEX_BF16, INDEX_FP8, layout_names
-from mla_portable.primitives import CONVERT_INDICES, MERGE_STATES, SPARSE_DECODE
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE
 from mla_portable_triton import support
 
 TYPES = ("npu", "xpu", "musa", "mlu")
@@ -120,6 +120,23 @@ def test_a_triton_that_drives_cuda_alone_says_so(monkeypatch: pytest.MonkeyPatch
     assert list(support.check(H200)) == []
 
 
+@pytest.mark.parametrize("version", [None, "2.0.0", "2.1.0"])
+def test_plain_torch_serves_another_device_type_without_a_triton_that_runs(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """2.1 is too old for some primitives only, which `check_triton_3` says; torch's "cuda" is to be repaired."""
+    npu = simulated("npu")
+    with_drivers(monkeypatch, Drivers(lambda: driver_for("npu")), version or "3.2.0")
+    if version is None:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    for check in (support.check_triton_3,) if version == "2.1.0" else (support.check, support.check_triton_3):
+        (reason,) = check(npu)
+        assert (reason.subject, reason.given) == ("device type", "npu") and "or newer" in reason.limit
+        assert reason.remedy == "install the Triton that the vendor of npu devices ships"
+        assert {each.subject for facts in (H200, CPU) for each in check(facts)} == {"triton"}
+        assert decided({"portable.v1": (reason,)}, facts=npu).chosen == "reference.torch"
+
+
 def test_a_fault_of_the_device_is_no_missing_driver(monkeypatch: pytest.MonkeyPatch):
     with_drivers(monkeypatch, Drivers(lost))
     with pytest.raises(RuntimeError, match="NPU error: lost"):
@@ -150,3 +167,16 @@ def test_plain_torch_serves_where_checks_say_that_nothing_else_runs_on_the_devic
         decision = decided({"portable.v1": (Reason("triton", "1.0", "needs 2.1 or newer"),)}, facts=facts)
         assert decision.chosen is None and "plain torch serves an accelerator only" in decision.failure_text()
     assert decided({}).chosen == "portable.v1"
+
+
+@pytest.mark.parametrize(
+    ("primitive", "layout"), [(CACHE_WRITE, "ascend.split"), (CACHE_WRITE, "ascend.c8"), (GATHER_UPCONVERT, "ascend.split")]
+)
+@pytest.mark.parametrize("facts", [NPU, H200], ids=str)
+def test_plain_torch_serves_a_cache_layout_that_nothing_else_reads(facts: DeviceFacts, primitive: Primitive, layout: str):
+    pytest.importorskip("mla_portable_ascend")  # its import adds the layouts
+    plugins = [*PLUGINS, ("ascend", "mla_portable_ascend")]
+    registry = Registry(plugins=plugins, facts={facts.device_type: facts}, environ={}, probe=False)
+    assert registry.decide(Request(primitive, facts, kv_layout=layout)).chosen == "reference.torch"
+    served = registry.decide(Request(primitive, facts, kv_layout="bf16")).chosen
+    assert served is not None and served != "reference.torch"

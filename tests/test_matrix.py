@@ -34,7 +34,7 @@ from mla_portable.capability.table import COLUMNS, make_matrix
 from mla_portable.choose import Registry
 from mla_portable.cli.app import app
 from mla_portable.contracts import Implementation, Support
-from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
+from mla_portable.primitives import INDEXER_SELECT, MERGE_STATES, SPARSE_DECODE
 
 ROOT = Path(__file__).parents[1]
 CAPABILITY = ROOT / "capability"
@@ -303,6 +303,17 @@ def test_what_is_shown_is_what_would_run(matrix: Matrix) -> None:
         (request,) = COLUMNS[0].requests(PROFILES[row.slug].device_facts())
         if row.cells[0].implementation:
             assert row.cells[0].implementation == registry.decide(request, probe=False).chosen, row.slug
+
+
+def test_an_indexer_that_needs_whole_tables_is_shown(tmp_path: Path) -> None:
+    """Engines promise them."""
+    support = Support(source="a test", archs=("sm90",), kv_layouts=("index_fp8",), needs_whole_tables=True)
+    offered = registry(implementation("acme.v1", INDEXER_SELECT, support))
+    made = make_matrix(tmp_path, offered)
+    (h200,) = (row for row in made.devices if row.slug == "h200")
+    assert [cell.implementation for cell in h200.cells] == ["", "", "", "acme.v1", ""]
+    offers = offers_on(PROFILES["h200"], made, offered, lambda *_: None)
+    assert [(each.implementation, each.chosen) for each in offers] == [("acme.v1", True)]
 
 
 def test_a_time_is_that_of_the_costs(matrix: Matrix) -> None:

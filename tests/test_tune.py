@@ -77,10 +77,10 @@ def bind(request: Request, configuration: Mapping[str, int]) -> Callable[..., An
 
 
 class Plugin:
-    def __init__(self, configurations: list[dict[str, int]] = CONFIGURATIONS, *, max_heads: int | None = None) -> None:
+    def __init__(self, configurations: list[dict[str, int]] = CONFIGURATIONS, **limits: Any) -> None:
         self.tunable = Tunable(NAME, DECODE, lambda request: configurations)
-        limits = {"device_types": ("cpu",), "kv_layouts": ("bf16",), "max_heads": max_heads, "graph": False}
-        self.support = Support(source="this test", **limits)
+        declared = {"device_types": ("cpu",), "kv_layouts": ("bf16",), "graph": False, **limits}
+        self.support = Support(source="this test", **declared)
         self.bound_with: list[Mapping[str, int]] = []
 
     @hookimpl
@@ -139,6 +139,11 @@ def test_what_cannot_serve_or_was_not_asked_for_is_not_tuned():
     assert run(Plugin(), KernelCase(CACHE_WRITE, 3, "bf16")) == []
     assert run(Plugin(), backends=["triton"]) == []
     assert len(run(Plugin(), backends=["acme"])) == 1
+
+
+def test_what_serves_only_where_it_is_forced_is_tuned():
+    (result,) = run(Plugin(accuracy="low"))
+    assert result.best is not None and result.best.configuration == {"delay": 0, "wrong": 0}
 
 
 # ---------------------------------------------------------------------- the file of times

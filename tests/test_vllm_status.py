@@ -119,6 +119,42 @@ def test_status_tells_whose_indexer_vllm_runs(machine: str, interface: str, word
     assert asked.startswith("mla_portable's") == (interface != "0.17.1")
 
 
+def test_status_tells_what_else_gives_steps_to_the_plugins_indexer(install: Install, tmp_path: Path):
+    """Where DeepGEMM serves: VLLM_BATCH_INVARIANT all of them, times of both sides some."""
+    install("0.33.0")
+
+    def said(times: str = "", **environ: str) -> str:
+        registry = Registry(
+            facts={"cuda": MACHINES["H200"]}, environ={"MLA_PORTABLE_TIMES": times} if times else {}, probe=False
+        )
+        return vllm_status(registry, torch.device("cuda"), environ=environ).indexer
+
+    for value in ("", "0", "1"):
+        invariant = said(VLLM_BATCH_INVARIANT=value)
+        assert invariant.startswith("mla_portable's") == invariant.endswith(": VLLM_BATCH_INVARIANT is set") == (value == "1")
+    assert said(VLLM_BATCH_INVARIANT="1", **{settings.ENV_INDEXER: "off"}).startswith("vLLM's (")
+    served = said().partition("indexer_select ")[2].partition(";")[0]
+    sizes = {
+        "primitive": "indexer_select",
+        "layout": "index_fp8",
+        "heads": 64,
+        "topk": 2048,
+        "form": "4096 keys",
+        "us": {"1": 9},
+    }
+    document = {"device": "NVIDIA H200", "recorded": "2026-11-30", "times": [{"implementation": served, **sizes}]}
+    folder = tmp_path / "times"
+    folder.mkdir()
+    file = folder / "indexer.json"
+    file.write_text(json.dumps(document))
+    assert "less time" not in said() and "less time" not in said(str(folder))  # of one side
+    document["baselines"] = [{"implementation": settings.INDEXER_IN_TIMES, **sizes}]
+    file.write_text(json.dumps(document))
+    divided = said(str(folder))
+    assert divided.startswith("vLLM's, with DeepGEMM")
+    assert f"in decodes mla_portable's where it takes less time ({served} and vllm.indexer, measured 2026-11-30" in divided
+
+
 def test_what_has_no_source_is_not_judged(install: Install, tmp_path: Path):
     registry = Registry(facts={"cuda": MACHINES["A100"]}, environ={}, probe=False)
     install("0.33.0", "0.17.1")

@@ -134,7 +134,7 @@ def _attempts(
     for problem in problems:
         if not configurations:
             request = problem.request.but(rows=None)
-            decision = registry.decide(request, backend="auto", probe=False, thorough=True)
+            decision = registry.decide(request, backend=implementation.name, probe=False, thorough=True)
             if not any(verdict.implementation == implementation.name and verdict.can_run for verdict in decision.verdicts):
                 return ()
             configurations = [dict(each) for each in tunable.configurations(request)]

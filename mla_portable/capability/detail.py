@@ -64,7 +64,8 @@ def offers_on(profile: Profile, matrix: Matrix, registry: Registry, changed: Cha
     found: list[Offer] = []
     for primitive in Primitive.all():
         for layout in primitive.layouts or (None,):
-            decision = registry.decide(Request(primitive, facts, kv_layout=layout), probe=False, thorough=True)
+            request = Request(primitive, facts, kv_layout=layout, **primitive.promises)
+            decision = registry.decide(request, probe=False, thorough=True)
             for verdict in decision.verdicts:
                 low = [each.limit for each in verdict.reasons] == [ONLY_WHEN_FORCED]
                 if verdict.reasons and not low:

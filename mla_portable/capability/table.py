@@ -67,6 +67,7 @@ class Column(NamedTuple):
                 query_len=1 if "query_len" in primitive.facts else None,
                 scale_format="pow2" if layout in ("fp8_ds_mla", "index_fp8") else None,
                 rows=self.rows,
+                **primitive.promises,
             )
             for primitive, layout in self.calls
         ]

@@ -76,6 +76,8 @@ class _Candidate:
     measured: bool
     reasons: tuple[Reason, ...]
     fits_device: bool
+    reads_layout: bool
+    """It declares the cache layout that is asked for, on whatever device."""
     disabled: bool
     lacks_type: bool = False
     """Its check says that it does not run on devices of this type."""
@@ -126,8 +128,8 @@ def decide(
         plugin_failures: (plugin, what became of it), handed through to the decision.
     Returns: the first candidate without a reason, by `Ranking`, then declared cost, then name; among the forced ones when a
         backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device was checked.
-        An automatic choice gives an accelerator to the reference only where no other candidate fits the device: by its
-        declaration, and by its check where that has a reason on the device type.
+        An automatic choice gives an accelerator to the reference only where no other candidate reads the cache layout on any
+        device, or none fits the device: by its declaration, and by its check where that has a reason on the device type.
     """
     everyone = list(candidates)
     rule = policy.rule_for(request.primitive)
@@ -204,8 +206,13 @@ def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *,
 
 
 def _another_fits(candidates: Sequence[_Candidate], *, maybe_others: bool) -> bool:
-    """Something else than the reference may run on the device, as far as declarations, and the checks so far, say."""
-    return maybe_others or any(c.fits_device and not c.lacks_type for c in candidates if c.implementation.name != REFERENCE)
+    """Something else than the reference may run on the device, as far as declarations, and the checks so far, say.
+
+    A cache layout that nothing else reads, on any device, is the reference's wherever it is.
+    """
+    others = [c for c in candidates if c.implementation.name != REFERENCE]
+    fits = any(c.fits_device and not c.lacks_type for c in others)
+    return maybe_others or (fits and any(c.reads_layout for c in others))
 
 
 def _tell_ties(tied: Sequence[_Candidate]) -> None:
@@ -233,6 +240,7 @@ def _first_look(candidate: Implementation, request: Request, policy: Policy, cos
         measured=measured is not None,
         reasons=off + candidate.support.reasons(request),
         fits_device=not any(candidate.support.device_reasons(request.device)),
+        reads_layout=request.kv_layout is None or request.kv_layout in candidate.support.layouts,
         disabled=bool(policy.against(candidate)),
     )
 

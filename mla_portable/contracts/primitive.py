@@ -8,9 +8,11 @@ known of it is an attribute. Core primitives are in `mla_portable.primitives`, o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic
 
+from mla_portable.features import Promises
 from mla_portable.layouts import layout_names
 
 if TYPE_CHECKING:
@@ -92,6 +94,11 @@ class Primitive(str, Generic[F]):
     def layouts(self) -> tuple[str, ...]:
         """Names of the layouts of its cache, those that plugins added included; () where it touches none."""
         return layout_names(self.cache)
+
+    @property
+    def promises(self) -> dict[str, Any]:
+        """Each promise of `stated`, given: fields of a Request as engines make it."""
+        return {each.name: True for each in fields(Promises) if each.name in self.stated}
 
     @property
     def problems(self) -> Any:

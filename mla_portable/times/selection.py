@@ -27,6 +27,12 @@ def form_of(keys: int) -> str:
     return f"{keys} keys"
 
 
+def keys_of(form: str) -> int | None:
+    """The keys of `form_of`; None for another form."""
+    found = _FORM.fullmatch(form)
+    return int(found[1]) if found else None
+
+
 @dataclass(frozen=True, slots=True)
 class SelectionTimes:
     """The times of both sides, at the same numbers of keys and rows.
@@ -70,9 +76,9 @@ def selection_times(files: Iterable[TimesFile], request: Request, ours: str, the
     for file in files:
         named = [*((ours, each) for each in file.times), *((theirs, each) for each in file.baselines)]
         for name, each in named:
-            form = _FORM.fullmatch(each.form)
-            if form and each.implementation == name and _is_of(each, request):
-                found[name].setdefault(int(form[1]), {})[each.rows] = each
+            keys = keys_of(each.form)
+            if keys is not None and each.implementation == name and _is_of(each, request):
+                found[name].setdefault(keys, {})[each.rows] = each
     both: dict[int, list[int]] = {}
     for keys in sorted(found[ours].keys() & found[theirs].keys()):
         rows = sorted(found[ours][keys].keys() & found[theirs][keys].keys())

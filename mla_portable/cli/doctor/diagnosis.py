@@ -20,6 +20,7 @@ from mla_portable.choose.probe import Unjudged
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
 from mla_portable.contracts.support import ONLY_WHEN_FORCED
 from mla_portable.times.files import TimesFile
+from mla_portable.times.selection import keys_of
 
 _PORTABLE: Final = 50.0
 """The declared cost of portable kernels (`Implementation.preference`); those of a vendor declare less."""
@@ -202,9 +203,9 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
 
 
 def _times_read(files: Iterable[TimesFile], facts: DeviceFacts) -> Iterator[TimesRead]:
-    """What each file has for a device, where it has something."""
+    """What each file has for a device, where it has something. Times of a selection by its keys rank nothing."""
     for file in files:
-        times = [each for each in file.times if each.measurement.matches(facts.name)]
+        times = [each for each in file.times if each.measurement.matches(facts.name) and keys_of(each.form) is None]
         prompts = [each for each in file.prompts if each.measurement.matches(facts.name) or facts.vendor in each.stands_for]
         if not times and not prompts:
             continue
@@ -279,10 +280,10 @@ def _examine(
 
 
 def _decisions(registry: Registry, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Decision]:
-    """The choice for each primitive here, whatever the shapes of a call are."""
+    """The choice for each primitive here, whatever the shapes of a call are, under the promises that engines give."""
     for primitive in Primitive.all():
         try:
-            yield registry.decide(Request(primitive, facts))
+            yield registry.decide(Request(primitive, facts, **primitive.promises))
         except MLAPortableError as error:
             problems.append(Problem(f"{primitive}: {error}", "fix what it names", fatal=True))
         except Exception as error:  # of the device, which a probe ran into

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final
+from typing import Any
 
 from vllm.platforms import current_platform
 
@@ -27,9 +27,6 @@ from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_SELECT
 from mla_portable.times.selection import SelectionTimes, has_selection_times, selection_times
-
-_THEIRS: Final = "vllm.indexer"
-"""DeepGEMM's scores, then vLLM's top-k: their name in files of times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +139,14 @@ def _times(vllm_config: Any | None) -> SelectionTimes | None:
     registry, device = get_registry(), compat.device()
     sizes: dict[str, Any] = {"num_heads": heads, "topk": topk, "kv_layout": INDEX_FP8.name, "block_size": model.BLOCK_SIZE}
     request = Request(INDEXER_SELECT, registry.facts(device), **sizes, whole_tables=True)
-    if not has_selection_times(registry.times_files, request, _THEIRS):
+    if not has_selection_times(registry.times_files, request, settings.INDEXER_IN_TIMES):
         return None
     with neutral_defaults(), registry.guard(device):
         decisions = [registry.decide(request.but(graph=graph)) for graph in (True, False)]
     found = next((each for each in decisions if each.chosen), None)
     if found is None or found.chosen is None or (compat.wants_full_graphs(vllm_config) and not found.request.graph):
         return None
-    return selection_times(registry.times_files, request, found.chosen, _THEIRS)
+    return selection_times(registry.times_files, request, found.chosen, settings.INDEXER_IN_TIMES)
 
 
 def _without_deep_gemm(vllm_config: Any | None) -> tuple[bool, str]:

@@ -22,6 +22,8 @@ ENV_INDEXER: Final = "MLA_PORTABLE_VLLM_INDEXER"
 ENV_ROUTE: Final = "MLA_PORTABLE_VLLM_ROUTE"
 ENV_SCALES: Final = "MLA_PORTABLE_VLLM_CACHE_SCALES"
 ENV_WRITER: Final = "MLA_PORTABLE_VLLM_CACHE_WRITER"
+INDEXER_IN_TIMES: Final = "vllm.indexer"
+"""DeepGEMM's scores, then vLLM's top-k: their name in files of times."""
 VARIABLES: Final = {
     each.name: each
     for each in (

@@ -25,6 +25,7 @@ from mla_portable.engines.vllm import indexer_seams, settings
 from mla_portable.engines.vllm.v4 import choice as v4
 from mla_portable.models import DEEPSEEK_V4
 from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.times.selection import selection_times
 
 _MEANING: Final = {
     "custom": "chosen with --attention-backend CUSTOM",
@@ -64,7 +65,16 @@ def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str
     decisions = [demand.decide(request) for request in indexer_requests(facts)]
     select, write = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in decisions)
     ours = f"mla_portable's ({select}; keys written by vLLM's operator if it works, else {write})"
-    return scorer(facts, ours=ours, theirs="vLLM's, with DeepGEMM", asked=f"{settings.ENV_INDEXER}=on" if mode == "on" else "")
+    asked, divided = f"{settings.ENV_INDEXER}=on" if mode == "on" else "", ""
+    if not asked and deep_gemm_serves(facts):
+        select_by = decisions[0].chosen
+        if environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+            asked = "VLLM_BATCH_INVARIANT is set"
+        elif select_by is not None:
+            files, request = registry.times_files, decisions[0].request
+            times = selection_times(files, request, select_by, settings.INDEXER_IN_TIMES)
+            divided = f"; in decodes mla_portable's where it takes less time ({times.text})" if times else ""
+    return scorer(facts, ours=ours, theirs="vLLM's, with DeepGEMM", asked=asked) + divided
 
 
 def _deepseek_v4(registry: Registry, device: torch.device, route: str, mode: str) -> tuple[tuple[str, str], ...]:

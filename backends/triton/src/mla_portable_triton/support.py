@@ -105,16 +105,27 @@ def interpreter_is_on() -> bool:
 
 
 def check(device: DeviceFacts, least: tuple[int, int] = _LEAST_TRITON) -> Iterator[Reason]:
-    """Triton is importable, new enough, and can run on a device of this type."""
+    """Triton is importable, new enough, and can run on a device of this type.
+
+    On a type that Triton has no driver of its own for, each reason is one against the type: plain torch serves there.
+    """
     needs = f"needs {least[0]}.{least[1]} or newer"
+    others = device.device_type not in (_OWN, "cpu")
     try:
         triton = import_module("triton")
     except ImportError as error:
-        yield Reason("triton", f"cannot be imported: {error}", needs, "pip install triton")
+        missing = f"cannot be imported: {error}"
+        if others:
+            limit = f"triton {missing}; {needs}"
+            yield Reason("device type", device.device_type, limit, _vendors_triton(device))
+        else:
+            yield Reason("triton", missing, needs, "pip install triton")
         return
     version = str(getattr(triton, "__version__", "of unknown version"))
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if numbers < least:
+    if numbers < least and others:
+        yield Reason("device type", device.device_type, f"triton {version}; {needs}", _vendors_triton(device))
+    elif numbers < least:
         yield Reason("triton", version, needs, "pip install --upgrade triton")
     elif interpreter_is_on():
         if numbers < _LEAST_INTERPRETER:
@@ -124,11 +135,16 @@ def check(device: DeviceFacts, least: tuple[int, int] = _LEAST_TRITON) -> Iterat
         limit = "triton runs on a CPU only in its interpreter"
         remedy = "to try its kernels without a GPU, slowly, set TRITON_INTERPRET=1 before Python starts"
         yield Reason("device type", "cpu", limit, remedy)
-    elif device.device_type != _OWN:
+    elif others:
         why = _why_not_driven(device.device_type)
         if why:
-            remedy = f"install the Triton that the vendor of {device.device_type} devices ships, in place of this one"
+            remedy = f"{_vendors_triton(device)}, in place of this one"
             yield Reason("device type", device.device_type, f"triton {version} {why}", remedy)
+
+
+def _vendors_triton(device: DeviceFacts) -> str:
+    """What to do where Triton does not run on a type of device that it has no driver of its own for."""
+    return f"install the Triton that the vendor of {device.device_type} devices ships"
 
 
 def _why_not_driven(device_type: str) -> str:
