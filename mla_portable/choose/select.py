@@ -17,6 +17,7 @@ from mla_portable.choose.names import AUTO, REFERENCE
 from mla_portable.choose.policy import Policy, disabled_reason
 from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
 from mla_portable.contracts.support import ONLY_WHEN_FORCED
+from mla_portable.layouts import CORE_LAYOUTS
 
 Finding = Callable[[Implementation], tuple[Reason, ...]]
 """Looks at the machine: the reasons why an implementation must not be used there."""
@@ -77,7 +78,7 @@ class _Candidate:
     reasons: tuple[Reason, ...]
     fits_device: bool
     reads_layout: bool
-    """It declares the cache layout that is asked for, on whatever device."""
+    """It declares the cache layout that is asked for, on whatever device; of the core's layouts that counts for any."""
     disabled: bool
     lacks_type: bool = False
     """Its check says that it does not run on devices of this type."""
@@ -208,7 +209,7 @@ def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *,
 def _another_fits(candidates: Sequence[_Candidate], *, maybe_others: bool) -> bool:
     """Something else than the reference may run on the device, as far as declarations, and the checks so far, say.
 
-    A cache layout that nothing else reads, on any device, is the reference's wherever it is.
+    A plugin's cache layout that nothing else reads, on any device, is the reference's wherever it is.
     """
     others = [c for c in candidates if c.implementation.name != REFERENCE]
     fits = any(c.fits_device and not c.lacks_type for c in others)
@@ -240,7 +241,7 @@ def _first_look(candidate: Implementation, request: Request, policy: Policy, cos
         measured=measured is not None,
         reasons=off + candidate.support.reasons(request),
         fits_device=not any(candidate.support.device_reasons(request.device)),
-        reads_layout=request.kv_layout is None or request.kv_layout in candidate.support.layouts,
+        reads_layout=request.kv_layout in (None, *CORE_LAYOUTS) or request.kv_layout in candidate.support.layouts,
         disabled=bool(policy.against(candidate)),
     )
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layouts of the paged caches, one module each, and what a layout is (`base`)."""
 
+from typing import Final
+
 from mla_portable.layouts.base import (
     INDEX,
     KV,
@@ -29,9 +31,13 @@ from mla_portable.layouts.fp8_nope import FP8_NOPE
 from mla_portable.layouts.fp8_v4 import FP8_V4, V4_CODES, V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALE_GROUP
 from mla_portable.layouts.index import INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE, INDEX_LEAST_AMAX, index_query_dtype
 
+CORE_LAYOUTS: Final = frozenset(LAYOUTS)
+"""Names of the core's; plugins add others later."""
+
 __all__ = [
     "BF16",
     "BF16_NOPE",
+    "CORE_LAYOUTS",
     "E4M3_MAX",
     "FP8_DS_MLA",
     "FP8_NOPE",

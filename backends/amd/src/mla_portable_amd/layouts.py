@@ -102,7 +102,8 @@ class IndexPages(CacheLayout):
         if (scale_format or self.scale_formats[0]) == "pow2":
             scales = scales.log2().ceil().exp2()
         codes = (values / scales).clamp(-largest, largest).to(self.code)
-        return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+        rows = [each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (codes, scales)]
+        return torch.cat(rows, dim=-1)
 
     def split(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[..., 132] uint8 as [..., 128] and [..., 0] of `dtype`."""
