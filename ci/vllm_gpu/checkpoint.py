@@ -21,7 +21,7 @@ from torch import Tensor
 
 SEED: Final = 20261
 VOCAB: Final = 4096
-_FIRST_TOKEN: Final = 2  # 0 and 1 begin and end a text
+FIRST_TOKEN: Final = 2  # 0 and 1 begin and end a text
 LAYERS: Final = 2
 HIDDEN, FEED_FORWARD, Q_RANK = 512, 1024, 256
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
@@ -92,7 +92,7 @@ def v32_config(heads: int) -> dict[str, Any]:
 def prompts(lengths: list[int]) -> list[dict[str, list[int]]]:
     """Random token ids, the same for every engine."""
     draw = random.Random(SEED)
-    return [{"prompt_token_ids": [draw.randrange(_FIRST_TOKEN, VOCAB) for _ in range(length)]} for length in lengths]
+    return [{"prompt_token_ids": [draw.randrange(FIRST_TOKEN, VOCAB) for _ in range(length)]} for length in lengths]
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> Tensor:

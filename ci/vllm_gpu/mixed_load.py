@@ -17,9 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from checkpoint import SEED
+from checkpoint import FIRST_TOKEN, SEED
 
-_FIRST_TOKEN: Final = 2  # 0 and 1 begin and end a text
 _OURS: Final = "mla_portable"
 """What names of modules begin with, of the core and of the plugins."""
 _SPREAD: Final = 1.0
@@ -49,7 +48,7 @@ def trace(options: Mapping[str, Any], rate: float | None, vocab: int) -> list[Re
     at = 0.0
     for _ in range(options["requests"]):
         length = round(math.exp(draw.gauss(math.log(options["median"]), _SPREAD)))
-        prompt = [draw.randrange(_FIRST_TOKEN, vocab) for _ in range(min(max(length, least), most))]
+        prompt = [draw.randrange(FIRST_TOKEN, vocab) for _ in range(min(max(length, least), most))]
         earlier = draw.choice(found) if found and draw.random() < options["turns"] else None
         if earlier is not None and len(earlier.prompt) + least <= most:  # the answer between them is a part of what is new
             prompt = [*earlier.prompt, *prompt][:most]

@@ -36,8 +36,7 @@ _BOUND_TO: Final = ("release", "commit", "device", "target", "who", "driver", "v
 """What everything in a file shares."""
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Milliseconds = _Microseconds
+_Measured = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*$")]
 
 
@@ -84,7 +83,7 @@ class Baseline(Model):
     """The fastest baseline that was timed on the same problem."""
 
     name: Text
-    us: _Microseconds
+    us: _Measured
 
 
 class Time(Model):
@@ -105,9 +104,9 @@ class Time(Model):
     rows: Positive
     width: Annotated[int, Field(ge=0)] = 0
     overlap: Annotated[int, Field(ge=0, le=100)] = 0
-    us: _Microseconds
-    p10: _Microseconds
-    p90: _Microseconds
+    us: _Measured
+    p10: _Measured
+    p90: _Measured
     bound: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     baseline: Baseline | None = None
 
@@ -159,7 +158,7 @@ class EngineTime(Model):
     kernels: str = ""
     mode: str = ""
     layers: Positive | None = None
-    us: _Microseconds
+    us: _Measured
 
     @property
     def size(self) -> tuple[Any, ...]:
@@ -171,9 +170,9 @@ class EngineTime(Model):
 class Waits(Model):
     """Milliseconds that requests waited, over all of them."""
 
-    mean: _Milliseconds
-    p50: _Milliseconds
-    p99: _Milliseconds
+    mean: _Measured
+    p50: _Measured
+    p99: _Measured
 
 
 class EngineLoad(Model):
@@ -192,10 +191,10 @@ class EngineLoad(Model):
     heads: Positive
     layers: Positive
     mode: Text
-    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    rate: _Measured | None = None
     turn: Annotated[int, Field(ge=0)]
     requests: Positive
-    tokens_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    tokens_s: _Measured
     first_ms: Waits
     between_ms: Waits
     compiled: dict[Text, Positive] = Field(default_factory=dict)
