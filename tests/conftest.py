@@ -39,7 +39,7 @@ def _settings() -> dict[str, object]:
     from mla_portable import dispatch
     from mla_portable.choose.policy import active_rules
     from mla_portable.contracts import Primitive
-    from mla_portable.layouts import layout_names
+    from mla_portable.layouts import CORE_LAYOUTS, layout_names
 
     return {
         "the environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
@@ -55,7 +55,7 @@ def _settings() -> dict[str, object]:
         "the registry of a `serving` block": dispatch._override,
         "the policy of a `use` block": active_rules(),
         "the primitives": Primitive.all(),
-        "the layouts": [name for name in layout_names() if "." not in name],  # a plugin's stay once it is loaded
+        "the layouts": [name for name in layout_names() if name in CORE_LAYOUTS],  # a plugin's stay once it is loaded
     }
 
 

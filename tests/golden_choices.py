@@ -24,7 +24,7 @@ from mla_portable.attention.route_decision import RouteDecision
 from mla_portable.attention.routes import choose_route
 from mla_portable.capability.profiles import all_profiles
 from mla_portable.choose import Registry
-from mla_portable.layouts import layout_names
+from mla_portable.layouts import CORE_LAYOUTS, layout_names
 from mla_portable.times.prompts import Counts
 
 RECORD = Path(__file__).with_suffix(".txt")
@@ -40,7 +40,7 @@ CONTEXTS = (0, 4000, 60000)
 def specs() -> Iterator[tuple[str, AttentionSpec]]:
     """Of every layout of the core and head count, with and without graphs."""
     sizes = {"softmax_scale": 0.1, "max_num_tokens": 8192, "max_num_reqs": 256, "max_model_len": 32768}
-    for layout in (name for name in layout_names() if "." not in name):  # a plugin's are called "plugin.layout"
+    for layout in (name for name in layout_names() if name in CORE_LAYOUTS):  # not a plugin's
         for heads in HEADS:
             for graph in (False, True):
                 spec = AttentionSpec(heads, **sizes, kv_layout=layout, graph=graph)

@@ -14,12 +14,12 @@ from mla_portable.choose import Registry
 from mla_portable.choose.policy import Policy
 from mla_portable.choose.select import decide
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Reason, Request, Support
-from mla_portable.layouts import INDEX_BF16, INDEX_FP8, layout_names
+from mla_portable.layouts import CORE_LAYOUTS, INDEX_BF16, INDEX_FP8, layout_names
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE
 from mla_portable_triton import support
 
 TYPES = ("npu", "xpu", "musa", "mlu")
-LAYOUTS_OF = {"kv": tuple(name for name in layout_names() if "." not in name), "index": (INDEX_BF16.name, INDEX_FP8.name)}
+LAYOUTS_OF = {"kv": tuple(name for name in layout_names() if name in CORE_LAYOUTS), "index": (INDEX_BF16.name, INDEX_FP8.name)}
 PLUGINS = [("reference", "mla_portable.reference"), ("triton", "mla_portable_triton")]
 
 

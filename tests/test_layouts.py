@@ -17,6 +17,7 @@ from mla_portable.judge.problems import exact
 from mla_portable.layouts import (
     BF16,
     BF16_NOPE,
+    CORE_LAYOUTS,
     FP8_DS_MLA,
     FP8_NOPE,
     FP8_V4,
@@ -37,8 +38,8 @@ TINY = 2.0**-126  # the smallest normal float32
 
 
 def own() -> dict[str, CacheLayout]:
-    """The core's layouts; those of plugins have the plugin's name and a dot in front."""
-    return {name: layout for name, layout in LAYOUTS.items() if "." not in name}
+    """The core's layouts."""
+    return {name: layout for name, layout in LAYOUTS.items() if name in CORE_LAYOUTS}
 
 
 def e4m3_value(byte: int) -> float:

@@ -26,7 +26,7 @@ from mla_portable.judge.conformance import run_suite
 from mla_portable.judge.problems import draw
 from mla_portable.judge.problems.attention import TOLERANCES
 from mla_portable.judge.problems.bench import KernelCase
-from mla_portable.layouts import FP8_DS_MLA, LAYOUTS, CacheLayout
+from mla_portable.layouts import CORE_LAYOUTS, FP8_DS_MLA, LAYOUTS, CacheLayout
 from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, INDEXER_LOGITS, SPARSE_DECODE
 
 
@@ -232,7 +232,7 @@ def test_a_layout_says_what_its_kernels_may_round():
         replace(INT8, tolerance="wide")
 
 
-CORE = [layout for name, layout in LAYOUTS.items() if "." not in name]
+CORE = [LAYOUTS[name] for name in sorted(CORE_LAYOUTS)]
 
 
 @pytest.mark.parametrize("layout", [*CORE, INT8, INT8_KEYS], ids=lambda layout: layout.name)

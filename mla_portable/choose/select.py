@@ -234,6 +234,7 @@ def _first_look(candidate: Implementation, request: Request, policy: Policy, cos
         off += (_only_when_forced(candidate),)
     measured = costs(candidate, request) if costs else None
     cost, source = measured or (candidate.preference, "declared")
+    layout = request.kv_layout
     return _Candidate(
         implementation=candidate,
         cost=cost,
@@ -241,7 +242,7 @@ def _first_look(candidate: Implementation, request: Request, policy: Policy, cos
         measured=measured is not None,
         reasons=off + candidate.support.reasons(request),
         fits_device=not any(candidate.support.device_reasons(request.device)),
-        reads_layout=request.kv_layout in (None, *CORE_LAYOUTS) or request.kv_layout in candidate.support.layouts,
+        reads_layout=layout is None or layout in CORE_LAYOUTS or layout in candidate.support.layouts,
         disabled=bool(policy.against(candidate)),
     )
 
