@@ -209,7 +209,7 @@ def test_layers_of_one_selection_convert_it_once(route: str, name: str):
     wanted = first(step.q, step.kv_cache, step.topk_indices, plan)
     written = [tensor.clone() for tensor in first.buffers.kept]
     for tensor in first.buffers.kept:
-        tensor.fill_(-1)  # a layer that reads again finds nothing, one that converts writes it anew
+        tensor.fill_(-1)  # a layer that reads again finds nothing, one that converts writes it again
     out, lse = second(step.q, step.kv_cache, step.topk_indices, plan, same_selection=True)
     assert not out.any() and (lse == -torch.inf).all()
     for tensor, value in zip(first.buffers.kept, written, strict=True):

@@ -276,7 +276,7 @@ def test_without_the_library_it_is_said_which_modules_were_asked_and_what_to_ins
     ],
 )
 def test_a_library_that_refuses_the_calls_that_are_declared_is_not_to_be_installed(primitive, declared, topk_multiple, named):
-    """One that is there; the copies that are not are told without a remedy."""
+    """The reason of a copy that is there; those of missing copies have no remedy."""
     declare, support = {SPARSE_DECODE: (flash_mla.decode, musa.DECODE), SPARSE_PREFILL: (flash_mla.prefill, musa.PREFILL)}[
         primitive
     ]

@@ -50,7 +50,7 @@ class Model:
             self.builders.append([group.get_metadata_builder(n) for n in range(microbatches)])
 
     def run(self, step: Any, *, microbatch: int = 0, select: bool = True) -> list[torch.Tensor]:
-        """All layers' outputs; each that selects does so anew."""
+        """All layers' outputs; those that select do so again."""
         metadata = {}
         for numbers, builders in zip(self.groups, self.builders, strict=True):
             metadata |= dict.fromkeys(numbers, builders[microbatch].build(0, step.common))
