@@ -204,8 +204,9 @@ def test_portable_kernels_attend_as_the_reference():
     assert relative(found["triton"], found["reference"].float()) < 4e-3 and not torch.equal(*found.values())
 
 
-def test_a_query_that_sees_nothing_has_zeros():
-    module = model_of("hy", torch.bfloat16).model.layers[0].self_attn
+@pytest.mark.parametrize("name", ["v32", "hy"])
+def test_a_query_that_sees_nothing_has_zeros(name: str):
+    module = model_of(name, torch.bfloat16).model.layers[0].self_attn
     for dtype in (torch.float32, torch.bfloat16):
         call = Call(module.to(dtype), 12)
         call.mask[1, :, 3] = False
