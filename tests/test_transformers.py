@@ -25,9 +25,10 @@ from mla_portable.engines.transformers.latents import BLOCK_SIZE, latent_rows
 from mla_portable.transformers import register
 
 LIMIT: Final = 1e-3
-"""Of logits with a spread of 1.6, all of it in float32: both sides round sums alone, by up to 4e-5 where this was measured."""
-KERNEL_LIMIT: Final = 8e-3
-"""Of BF16's attention, relative to the result's norm: absorbed queries and the result are rounded to 8 bits each."""
+"""Of logits with a spread of 1.6, all of it in float32: both sides round sums alone, by up to 5e-5."""
+KERNEL_LIMIT: Final = 5e-3
+"""Of attention in BF16, relative to the norm of the result in float32: 2.8e-3 to 3.5e-3, as absorbed queries and results have 8
+bits. transformers' own in BF16, which rounds keys, values, scores and weights: 5.3e-3 to 8.1e-3."""
 TOPK: Final = 24
 SIZES: Final[dict[str, Any]] = {
     "vocab_size": 256,
@@ -192,7 +193,7 @@ def test_kernels_attend_in_bf16_as_eager_in_float32(name: str, queries: int):
     got = call.ours()
     assert got.dtype == torch.bfloat16 and got.shape == want.shape
     assert relative(got, want) < KERNEL_LIMIT
-    assert relative(got, want) < 1.2 * relative(rounded, want), "farther from float32 than transformers in BF16"
+    assert relative(got, want) < relative(rounded, want), "farther from float32 than transformers in BF16"
 
 
 def test_portable_kernels_attend_as_the_reference():

@@ -35,6 +35,7 @@ SERVED: Final = (
 )
 """The module and name of each class whose layers are served."""
 
+_CLASSES: Final = tuple(name for _, name in SERVED)
 _LAYOUT: Final = LAYOUTS["bf16"]
 _ROWS: Final = 4096
 """Queries that are served at a time: their absorbed form takes 147 KB each with 128 heads."""
@@ -167,10 +168,12 @@ def _check(
     more: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Raise InvalidArgument, or return the mask [B, S, T] and the indices."""
-    names = ", ".join(name for _, name in SERVED)
-    if indices is None or type(module).__name__ not in names or key.shape[1] != 1:
-        remedy = "Call mla_portable.transformers.register() before the model is built, or choose another attn_implementation."
-        refuse(_WHERE, "model", f"{type(module).__name__}, heads {key.shape[1]} in its keys", f"one of {names}", remedy)
+    if indices is None or not any(cls.__name__ in _CLASSES for cls in type(module).__mro__) or key.shape[1] != 1:
+        got = f"{type(module).__name__} with keys of {key.shape[1]} heads"
+        expected = f"one of {', '.join(_CLASSES)}, whose layers hand over latents"
+        refuse(
+            _WHERE, "model", got, expected, "Call mla_portable.transformers.register(), or choose another attn_implementation."
+        )
     if dropout:
         refuse(_WHERE, "dropout", dropout, "0: it is forward only", "Call model.eval().")
     for name in _REFUSED:
