@@ -136,3 +136,15 @@ def test_texts_may_part_where_the_truth_is_a_tie(kit: Any):
     found = kit.judge.distance(run, truth)
     assert (found.compared, found.equal) == (1, 0) and found.torn == pytest.approx(0.3)
     assert found.within(0.1, 0.2) and not found.within(0.1, 0.1)
+
+
+def test_of_a_decode_the_sum_over_heads_is_not_rounded(kit: Any):
+    """Its operands have the form of queries and keys, but for their width."""
+    truth, draw = kit.transformers_truth, torch.Generator().manual_seed(2)
+    q, k = torch.randn(1, 1, 64, 128, generator=draw), torch.randn(1, 1, 128, 9, generator=draw)
+    weights, scores = torch.randn(1, 1, 1, 64, generator=draw), torch.randn(1, 1, 64, 9, generator=draw)
+    with truth._Fp8Scores():
+        rounded, summed = torch.matmul(q, k), torch.matmul(weights, scores)
+    want = truth.through_e4m3(q, -1, least=1e-10, pow2=True) @ truth.through_e4m3(k, -2, least=1e-4, pow2=True)
+    assert torch.equal(rounded, want) and not torch.equal(rounded, q @ k)
+    assert torch.equal(summed, weights @ scores)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from checkpoint import prompts
+from checkpoint import INDEX_DIM, prompts
 from jobs import Job
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -40,7 +40,7 @@ class _Fp8Scores(TorchFunctionMode):
     """Inside of an indexer's forward: q [B, S, I, 128] and k [B, 1, 128, T] of its product go through e4m3."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.matmul and args[1].dim() == 4 and args[1].shape[1] == 1 and args[0].shape[-1] == args[1].shape[-2]:
+        if func is torch.matmul and args[1].dim() == 4 and args[1].shape[1:3] == (1, INDEX_DIM):
             q, k = args
             args = through_e4m3(q, -1, least=1e-10, pow2=True), through_e4m3(k, -2, least=1e-4, pow2=True)
         return func(*args, **(kwargs or {}))
