@@ -14,7 +14,7 @@ from test_vllm_prompts import make_prompt_engine
 from vllm_engine import HEADS, LATENT, NOPE, ROPE, V_DIM, make_engine, make_step
 
 from mla_portable.choose import registry as choose
-from mla_portable.engines.vllm import compat, indexer
+from mla_portable.engines.vllm import indexer
 
 
 def null_kernels(monkeypatch: pytest.MonkeyPatch, plugin: Recorder) -> None:
@@ -32,7 +32,6 @@ def test_a_layer_allocates_its_result_alone(query_lens: list[int], monkeypatch: 
     assert found.pop("allocation") == 1 and found.pop("view") <= 6 and found == {}
 
 
-@pytest.mark.skipif(not compat.takes_prompts(), reason="vLLM's layer hands over no prompts")
 @pytest.mark.parametrize(
     ("seq_lens", "most"),
     [
