@@ -450,6 +450,46 @@ def _from_truth(ran: Ran, job: jobs.Job, run: Run, truths: Sequence[Run]) -> Lin
     return Line(job.name, found, passed)
 
 
+def sinks(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line]:
+    """Engines of hy_v4 against stock's whose decodes wait for their selection, and how many of all tokens are far off.
+
+    A token here and there that is far off, with those around it close, is no rounding. Stock as it is released informs: where
+    it differs from itself or from stock that waits, its decodes attended to another selection.
+    """
+    for job in planned:
+        _, who, kv, _ = job.name.split("-")
+        against = f"sinks-stock-{kv}-eager"
+        runs, stock = _runs(ran, job.name), _runs(ran, against)
+        if not runs:
+            yield _unfinished(job.name, ran.get(job.name), is_stock=job.who == "stock")
+        elif who == "shadow":
+            passed, found = read_shadow(out / f"{job.name}.shadow")
+            yield Line(job.name, found, passed and bool(ran[job.name].served))
+        elif job.name == against:
+            yield _reference(job.name, runs)
+        elif not stock:
+            yield Line(job.name, f"nothing to compare it with: {against} did not finish", False)
+        else:
+            far = [_far_off(one, two) for one, two in product(stock, runs)]
+            own = f"; {_against_itself(runs)}" if len(runs) > 1 else ""
+            compared = compare(stock[0], runs[0])
+            text = f"against {against}: {compared}; up to {max(far)} tokens of a run off by more than {TOLERANCE}{own}"
+            close = all(compare(stock[0], run).is_close for run in runs)
+            ours = job.who == "stock" or bool(ran[job.name].served)
+            yield Line(job.name, text, None if who == "released" or not _agrees(stock) else close and ours)
+
+
+def _far_off(one: Run, other: Run) -> int:
+    """Tokens by which two runs differ by more than TOLERANCE, up to the first of each text that differs."""
+    found = 0
+    for a, b in zip(one, other, strict=True):
+        for at, (token, its) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+            found += _apart(a["logprobs"][at], b["logprobs"][at]) > TOLERANCE
+            if token != its:
+                break
+    return found
+
+
 def _agrees(runs: Sequence[Run]) -> bool:
     """An engine's runs are as close as those of two engines have to be."""
     return all(compare(*pair).is_close for pair in combinations(runs, 2))

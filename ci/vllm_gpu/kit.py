@@ -40,6 +40,7 @@ from jobs import (
     rank_flash,
     rank_long,
     serve,
+    sinks,
     tensor_parallel,
     transformers,
 )
@@ -158,6 +159,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("vllm-report"), help="for results and logs")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--indexer", action="store_true", help="the indexer, also on rehearsed older GPUs, and nothing else")
+    other.add_argument(
+        "--sinks", action="store_true", help="hy_v4 beside stock that waits for its selections, layer by layer too"
+    )
     other.add_argument("--other-models", action="store_true", help="GLM-5.3-Flash and hy_v4, from 0.30 on, and nothing else")
     other.add_argument("--four-bits", action="store_true", help="weights of 4 bits beside stock, and nothing else")
     other.add_argument(
@@ -201,6 +205,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "indexer": (indexer, lambda done: judge.agreement(done, todo, out)),
         "features": (features, judge.features),
         "other_models": (other_models, lambda done: judge.other_models(done, todo)),
+        "sinks": (sinks, lambda done: judge.sinks(done, todo, out)),
         "four_bits": (four_bits, lambda done: judge.other_models(done, todo)),
         "transformers": (transformers, lambda done: judge.transformers(done, todo)),
         "context_parallel": (
