@@ -182,6 +182,8 @@ def _scenes(
     if level == "smoke":
         return
     yield from (replace(p, blocks="address") for p in base if shapes.can_hold_vast(p.kv_layout, facts, level))
+    paged = [p for p in base if p.block_size is not None]
+    yield from (replace(p, blocks="slab") for p in paged if shapes.can_hold_vast(p.kv_layout, facts, level, slabs=1))
     pair = plain | {"blocks": ["pair"], "block_size": [size for size in axes["block_size"][-1:] if size and size >= PAIR_BLOCK]}
     yield from params(pair) if pair["block_size"] else ()
     narrow = plain | {

@@ -121,7 +121,8 @@ class GatherUpconvertParams(Params):
         placing: "tight", requests one after the other; "gaps", in another order with unowned rows between; "short", the
             last request runs past the workspace.
         inputs: "packed", or "views" of wider tables. blocks: "packed"; "strided"; "pair", two that lie apart, all of one
-            request; "address", of a cache of more than 2**31 elements.
+            request; "address", of a cache of more than 2**31 elements; "slab", of a layer of a buffer of all layers, of
+            more than 2**32.
     """
 
     primitive = GATHER_UPCONVERT
@@ -181,9 +182,10 @@ class GatherUpconvertParams(Params):
         cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks in ("strided", "pair"))
         cache.put(slots, tokens)
         original, table_original = cache.view, table
-        if self.blocks == "address" and isinstance(cache, Paged):
-            kv_placed, device_rows, far = vast(layout, self.block_size, device)
+        if self.blocks in ("address", "slab") and isinstance(cache, Paged):
+            kv_placed, device_rows, far = vast(layout, self.block_size, device, slab=self.blocks == "slab")
             far_blocks = (far // self.block_size).unique().flip(0)  # the farthest first: every request reads from it
+            far_blocks = far_blocks[torch.linspace(0, len(far_blocks) - 1, min(len(far_blocks), owned)).long()]
             picks = torch.arange(owned) % len(far_blocks)
             table = far_blocks[picks].view(len(lens), columns).to(torch.int32)
             table_original = blocks[picks].view(len(lens), columns).to(torch.int32)
@@ -246,6 +248,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
             yield replace(params, blocks="pair")
         if can_hold_vast(params.kv, facts, level):
             yield replace(params, blocks="address")
+        if can_hold_vast(params.kv, facts, level, slabs=1):
+            yield replace(params, blocks="slab")
         if can_capture(implementation, facts):
             yield replace(params, run="graph", placing="gaps", table="holes")
 
