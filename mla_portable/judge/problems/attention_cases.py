@@ -182,8 +182,7 @@ def _scenes(
     if level == "smoke":
         return
     yield from (replace(p, blocks="address") for p in base if shapes.can_hold_vast(p.kv_layout, facts, level))
-    paged = [p for p in base if p.block_size is not None]
-    yield from (replace(p, blocks="slab") for p in paged if shapes.can_hold_vast(p.kv_layout, facts, level, slabs=1))
+    yield from (replace(p, blocks="slab") for p in base if shapes.can_hold_vast(p.kv_layout, facts, level, slabs=1))
     pair = plain | {"blocks": ["pair"], "block_size": [size for size in axes["block_size"][-1:] if size and size >= PAIR_BLOCK]}
     yield from params(pair) if pair["block_size"] else ()
     narrow = plain | {
@@ -292,6 +291,16 @@ def _second_caches(
     if can_capture(implementation, facts) and all(graphed.values()):
         for choice in covering(graphed, strength=1, allowed=allowed):
             yield replace(_params(implementation, choice, budget), run="graph")
+    slabs = {name: values[:1] for name, values in axes.items()} | {
+        "storage": [
+            kind for kind in axes["storage"] if shapes.can_hold_vast(shapes.layout_of_storage(kind[0]), facts, level, slabs=2)
+        ],
+        "block_size": [size for size in axes["block_size"] if size is not None][:1],
+        "extra_block_size": sizes[:1],
+        "pattern": ["holes"],
+    }
+    for choice in covering(slabs, strength=1, allowed=allowed) if all(slabs.values()) else ():
+        yield replace(_params(implementation, choice, budget), blocks="slab")
 
 
 def _edges(

@@ -367,8 +367,11 @@ def _kv(params: AttentionParams, stage: Stage, name: str, g: torch.Generator) ->
 def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     """A cache of more than 2**31 elements, and a small one with the same tokens in order for the oracle."""
     layout = LAYOUTS[params.kv_layout]
-    slab, block_size = params.blocks == "slab", params.block_size or 1
-    placed, device_rows, used = draw.vast(layout, block_size, stage.device, slab=slab, alignment=params.alignment)
+    block_size = params.block_size or 1
+    layers = (
+        0 if params.blocks == "address" else 1 if params.block_size is None else draw.SLAB_LAYERS
+    )  # flat rows are side by side
+    placed, device_rows, used = draw.vast(layout, block_size, stage.device, layers=layers, alignment=params.alignment)
     tokens = draw.cached_rows(len(used), layout, params.scale_format, g)
     draw.put_rows(layout, device_rows, used, tokens)
     small = draw.paged_cache(layout, len(used), 1)

@@ -16,7 +16,17 @@ from mla_portable.judge.problems import draw
 from mla_portable.judge.problems.base import STRENGTH, Params, Problems
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Symptom, field_of, same_bits
-from mla_portable.judge.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged, paged_cache, shuffled, vast
+from mla_portable.judge.problems.draw import (
+    PAIR_BLOCK,
+    SLAB_LAYERS,
+    generator,
+    guard_rows,
+    near,
+    paged,
+    paged_cache,
+    shuffled,
+    vast,
+)
 from mla_portable.judge.problems.exact import (
     INT32_MAX,
     INT32_MIN,
@@ -210,7 +220,7 @@ class WriteParams(Params):
 
     def _far(self, layout: CacheLayout, stage: Stage, write: _Write) -> tuple[Tensor, Tensor, Judge]:
         """The slots that `vast` names; what is written there is compared, and the neighbours in between."""
-        view, rows, slots = vast(layout, self.block_size, stage.device, slab=self.blocks == "slab")
+        view, rows, slots = vast(layout, self.block_size, stage.device, layers=SLAB_LAYERS if self.blocks == "slab" else 0)
         targets = slots[:: len(slots) // self.tokens][: self.tokens].contiguous()
         beside = torch.cat([slots, targets.clamp(max=view.shape[0] * self.block_size - 2) + 1]).unique()
         draw.put_rows(layout, rows, beside, draw.poison(layout).expand(len(beside), -1))

@@ -43,7 +43,7 @@ where there are not as many rows as that. What is invalid is so by little (`near
 MIXED_TOKENS: Final = 48
 """Tokens that such a problem's cache holds."""
 SLAB_LAYERS: Final = 3
-"""Layers of a slab, a buffer in which the pages of a block, one of each layer, follow one another. A case has the second layer."""
+"""Layers of a slab, a buffer in which the pages of a block, one of each layer, follow one another; a case has a later one."""
 GUARD_ROWS: Final = 64
 """Rows at least before and behind the blocks of a cache, which keep their alignment."""
 
@@ -266,27 +266,26 @@ def _views(
 
 
 def vast(
-    layout: CacheLayout, block_size: int, device: torch.device, *, slab: bool = False, alignment: int = 1
+    layout: CacheLayout, block_size: int, device: torch.device, *, layers: int = 0, alignment: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A cache of more than 2**31 elements, whose memory a CPU commits only where it is touched.
 
     Args:
-        slab: it is a layer of a slab of SLAB_LAYERS layers, of more than 2**32 elements. alignment: of blocks, in bytes.
+        layers: of the slab of more than 2**32 elements that it is a layer of; 0, of none. alignment: of blocks, in bytes.
     Returns: (cache on the device, rows as bytes on the device, slots [n] int64 worth using: at the start, on both sides of byte
         and of element 2**31, of a slab also of element 2**32, and at the end).
     Raises: MLAPortableError where the device has less memory left.
     """
     size, (page,) = layout.dtype.itemsize, block_strides(layout, block_size, alignment=alignment)
-    stride = SLAB_LAYERS * page if slab else page
-    offset = page if slab else 0
-    borders = sorted({2**31, 2**31 * size, 2**32 * size} if slab else {2**31, 2**31 * size})
+    stride, offset = max(layers, 1) * page, page if layers else 0
+    borders = sorted({2**31, 2**31 * size, 2**32 * size} if layers else {2**31, 2**31 * size})
 
     def slot_at(byte: int) -> int:
         block, within = divmod(byte - offset, stride)
         return block * block_size + min(within // layout.row_bytes, block_size)
 
     num_blocks = -(-(slot_at(borders[-1]) + 4096) // block_size)
-    storage = _room(num_blocks * stride, device)
+    storage = _room(offset + num_blocks * stride, device)
     rows, view = _views(storage, layout.dtype, layout.row_width, num_blocks, block_size, stride, offset)
     put_rows(layout, rows, torch.tensor([0]), poison(layout)[None])  # where a careless kernel looks for absent tokens
     around = [torch.arange(at - 8, at + 8) for at in map(slot_at, borders)]

@@ -17,7 +17,17 @@ from mla_portable.judge.problems.base import STRENGTH, Params, Problems, one_var
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Tolerance, close, limit_of, same_bits
 from mla_portable.judge.problems.cover import Choice
-from mla_portable.judge.problems.draw import PAIR_BLOCK, Paged, cached_rows, generator, paged_cache, shuffled, taken_rows, vast
+from mla_portable.judge.problems.draw import (
+    PAIR_BLOCK,
+    SLAB_LAYERS,
+    Paged,
+    cached_rows,
+    generator,
+    paged_cache,
+    shuffled,
+    taken_rows,
+    vast,
+)
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.judge.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.judge.problems.stage import Problem, Results, Stage
@@ -183,7 +193,9 @@ class GatherUpconvertParams(Params):
         cache.put(slots, tokens)
         original, table_original = cache.view, table
         if self.blocks in ("address", "slab") and isinstance(cache, Paged):
-            kv_placed, device_rows, far = vast(layout, self.block_size, device, slab=self.blocks == "slab")
+            kv_placed, device_rows, far = vast(
+                layout, self.block_size, device, layers=SLAB_LAYERS if self.blocks == "slab" else 0
+            )
             far_blocks = (far // self.block_size).unique().flip(0)  # the farthest first: every request reads from it
             far_blocks = far_blocks[torch.linspace(0, len(far_blocks) - 1, min(len(far_blocks), owned)).long()]
             picks = torch.arange(owned) % len(far_blocks)

@@ -25,7 +25,7 @@ from mla_portable.contracts import (
 from mla_portable.contracts.share import WHOLE
 from mla_portable.judge.problems.base import STRENGTH, Params
 from mla_portable.judge.problems.compare import Tolerance
-from mla_portable.judge.problems.draw import PAIR_BLOCK, generator, paged, shuffled, vast
+from mla_portable.judge.problems.draw import PAIR_BLOCK, SLAB_LAYERS, generator, paged, shuffled, vast
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, e4m3_values, plugin_layout, token_values
 from mla_portable.judge.problems.shapes import (
     MANY_ROWS,
@@ -281,7 +281,7 @@ class PageParams(Params):
         num_tokens = sum(queries) + self.tail + more
         owned = len(batch) * columns
         if vast_cache := self.blocks in ("address", "slab"):
-            cache, _, slots = vast(layout, block_size, stage.device, slab=self.blocks == "slab")
+            cache, _, slots = vast(layout, block_size, stage.device, layers=SLAB_LAYERS if self.blocks == "slab" else 0)
             blocks = (slots // block_size).unique()
             table = blocks[torch.linspace(0, len(blocks) - 1, 4).long()].view(1, 4).to(torch.int32)
         else:
