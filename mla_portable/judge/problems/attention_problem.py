@@ -53,7 +53,8 @@ class AttentionParams(Params):
         limits: "mixed"; "edges", the lengths are EDGES in turn, of a second cache too.
         inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
         blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only; "address", a
-            cache of more than 2**31 elements; "slab", a layer of a buffer of all layers, of more than 2**32; so is a second cache.
+            cache of more than 2**31 elements; "slab", a layer of a buffer of all layers, of more than 2**32. A second cache
+            likewise.
         size: magnitudes of queries and tokens (`draw.SIZES`).
         schedule: the kind to pass, None for no schedule.
         with_lse: it is asked for.
@@ -368,9 +369,8 @@ def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     """A cache of more than 2**31 elements, and a small one with the same tokens in order for the oracle."""
     layout = LAYOUTS[params.kv_layout]
     block_size = params.block_size or 1
-    layers = (
-        0 if params.blocks == "address" else 1 if params.block_size is None else draw.SLAB_LAYERS
-    )  # flat rows are side by side
+    in_slab = 1 if params.block_size is None else draw.SLAB_LAYERS  # flat rows lie side by side
+    layers = in_slab if params.blocks == "slab" else 0
     placed, device_rows, used = draw.vast(layout, block_size, stage.device, layers=layers, alignment=params.alignment)
     tokens = draw.cached_rows(len(used), layout, params.scale_format, g)
     draw.put_rows(layout, device_rows, used, tokens)

@@ -171,8 +171,8 @@ class PageParams(Params):
         table: "plain"; "holes", negative entries and blocks past the cache; "near", the block behind the cache and the one
             before it, in turn, for the second and third block of a request.
         inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided"; of a single request: "pair",
-            two that lie apart; "address", four from the start to behind element 2**31 of a cache; "slab", of a layer of a buffer
-            of all layers, to behind element 2**32.
+            two that lie apart; "address", four from the start to behind element 2**31 of a cache; "slab", to behind element
+            2**32 of a buffer of all layers.
         stale: what no request owns holds keys, as it does in an engine, instead of NaN.
         promised: the request says what holds: that the table is whole, where it is "plain"; that requests have the same number
             of tokens.
