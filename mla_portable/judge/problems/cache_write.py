@@ -224,8 +224,9 @@ class WriteParams(Params):
         targets = slots[:: len(slots) // self.tokens][: self.tokens].contiguous()
         beside = torch.cat([slots, targets.clamp(max=view.shape[0] * self.block_size - 2) + 1]).unique()
         draw.put_rows(layout, rows, beside, draw.poison(layout).expand(len(beside), -1))
-        small = paged_cache(layout, len(beside), 1)
-        want = write(small.view, torch.searchsorted(beside, targets)).view(torch.uint8).view(len(beside), layout.row_bytes)
+        small = paged_cache(layout, -(-len(beside) // self.block_size), self.block_size)
+        written = write(small.view, torch.searchsorted(beside, targets)).view(torch.uint8)
+        want = draw.taken_rows(layout, written, torch.arange(len(beside)))
 
         def symptom(where: tuple[int, ...]) -> tuple[str, str]:
             return field_of(layout, where[1]), f"slot {int(beside[where[0]])}"
