@@ -407,12 +407,12 @@ def page_params(
                 yield from (replace(planned, batch=batch, run="repeat") for batch in ("drafts", "decode"))
             if can_hold_many(facts, level):
                 yield replace(fewest, batch="crowd")
+            if can_hold_vast(kv, facts, level, slabs=1):
+                yield replace(fewer, blocks="slab")
         if base.block_size >= PAIR_BLOCK:
             yield replace(fewer, blocks="pair")
         if can_hold_vast(kv, facts, level):
             yield replace(fewer, blocks="address")
-        if can_hold_vast(kv, facts, level, slabs=1):
-            yield replace(fewer, blocks="slab")
         if can_capture(implementation, facts):
             yield replace(base, run="graph", table="holes", tail=2)
             if promised:
