@@ -70,17 +70,19 @@ def _against_hisparse(backend: Any) -> str | None:
     """Why a KV cache in host memory is not served, in words; None where there is none, or where it is served."""
     if not in_host_memory(backend):
         return None
-    name, fp8 = "HiSparse, a KV cache in host memory", bool(backend.dsa_kv_cache_store_fp8)
     if not settings.hisparse():
-        return f"{name} (experimental: {settings.ENV_HISPARSE}=on has it served)"
+        return f"HiSparse, a KV cache in host memory (experimental: {settings.ENV_HISPARSE}=on has it served)"
     if keys_of_pool(backend) > 1:
-        return f"{name}, with an indexer that scores pools of keys (supports one that scores each key)"
+        return (
+            "HiSparse, a KV cache in host memory, with an indexer that scores pools of keys (supports one that scores each key)"
+        )
+    fp8 = bool(backend.dsa_kv_cache_store_fp8)
     asked = dict.fromkeys((backend.dsa_prefill_impl, backend.dsa_decode_impl))
     wrong = [each for each in asked if each == "flashmla_auto" or (each in METHOD_OF and _HISPARSE.get(each) != fp8)]
     if not wrong:
         return None
-    cache = "an FP8" if fp8 else "a BF16"
-    return f"{name}, with {cache} cache and {', '.join(wrong)} (supports flashmla_kv with FP8, flashmla_sparse with BF16)"
+    got = f"{'an FP8' if fp8 else 'a BF16'} cache and {', '.join(wrong)}"
+    return f"HiSparse, a KV cache in host memory, with {got} (supports flashmla_kv with FP8, flashmla_sparse with BF16)"
 
 
 def has_sinks(model_runner: Any) -> bool:
