@@ -2,8 +2,8 @@
 """Triton's IR of a kernel, read for products of 32 bits in the addresses of a pointer.
 
 An offset of int64 says nothing by its type: a product that was taken before it was widened has wrapped around already. So all
-values that an offset is computed from are followed back to what was loaded, to arguments, to what a loop carries, to conditions,
-to remainders and to constants, and the greatest value that each product of 32 bits can have is computed.
+values that an offset is computed from are followed back to what was loaded, to arguments, to what a loop carries, conditions,
+remainders and constants, and the greatest value that each product of 32 bits can have is computed.
 """
 
 from __future__ import annotations
