@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from attention_model import Emulated
-from indexer_model import EmulatedPrefill
+from indexer_model import EmulatedScores
 from machines import A100, H200
 from native_model import stand_ins
 from sm90_model import EmulatedSm90
@@ -33,7 +33,7 @@ from mla_portable_nvidia import native
 from mla_portable_nvidia.native import attention_sm80
 from mla_portable_nvidia.native import indexer_logits as indexer
 from mla_portable_nvidia.native.build_choice import BUILDS, MANY
-from mla_portable_nvidia.native.indexer_logits import PREFILL, NativeScores
+from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, NativeScores
 from mla_portable_nvidia.native.sparse_decode import Tensors, prepare
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -103,11 +103,13 @@ def test_the_kernels_of_sm90(layout, build):
     passes(slab(layout, build.heads), bound)
 
 
-def test_the_scores_of_an_index_cache(monkeypatch):
-    kernel = EmulatedPrefill(PREFILL[32])
-    monkeypatch.setattr(indexer, "load", lambda build, target, index: kernel if build == PREFILL[32] else None)
+@pytest.mark.parametrize("build", [PREFILL[32], DECODE[32, 2]], ids=lambda build: build.kernel)
+def test_the_scores_of_an_index_cache(monkeypatch, build):
+    kernel = EmulatedScores(build)
+    monkeypatch.setattr(indexer, "load", lambda wanted, target, index: kernel if wanted == build else None)
     monkeypatch.setattr(indexer, "index_of", lambda request: 0)
-    monkeypatch.setattr(indexer, "_TOKENS_A_REQUEST", 1)  # that of decodes does not run on a CPU
+    if build == PREFILL[32]:
+        monkeypatch.setattr(indexer, "_TOKENS_A_REQUEST", 1)  # a request of 3 tokens is one of decodes
     scores = NativeScores(scores_request(IndexerLogitsParams.primitive, 32))
     params = IndexerLogitsParams(kv="index_fp8", scale_format="pow2", heads=32, block_size=64, blocks="slab")
 

@@ -43,8 +43,8 @@ TOKENS: Final = 1024
 COPIED_ROWS: Final = 1 << 17
 """Rows that are copied at a time where the operation does not reach the cache: 151 MB."""
 REACH: Final = 1 << 31
-"""Numbers from the first row on that the kernels address: 4 GiB of bf16 rows. Whether it is numbers or bytes that wrap around is not
-published, so of e4m3 rows it is the less."""
+"""Numbers from the first row on that the kernels address: 4 GiB of bf16 rows. Whether numbers wrap around or bytes is not
+published, so of e4m3 rows this is the lesser reach."""
 _MOST_SPLITS: Final = 16
 
 
