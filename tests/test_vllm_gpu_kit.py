@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 
 def prompt(length: int, tokens: list[int], *, shift: float = 0.0, other: float = -9.0) -> dict[str, Any]:
@@ -122,6 +123,7 @@ def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
     several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.rank_long(), *kit.jobs.rank_flash()]
     several += [*kit.jobs.other_models(), *kit.jobs.four_bits(), *kit.jobs.transformers(), *kit.jobs.serve(), *kit.jobs.sinks()]
+    several += kit.jobs.glm5()
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -268,7 +270,7 @@ def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
     names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "rank_long", "rank_flash", "other_models")
-    names += ("four_bits", "serve", "sinks")
+    names += ("four_bits", "serve", "sinks", "glm5")
     lists = [getattr(kit.jobs, each) for each in names]
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
@@ -798,7 +800,7 @@ def test_weights_of_four_bits_are_compared_with_stock_on_the_same_checkpoint(kit
     for per_head, passed in ((3017, True), (0, False)):  # prompts must be projected by kv_b_proj's own method
         ran = run_of(kit, "packed-stock-fp8-eager", texts, texts, texts, served="", per_head=0)
         ran |= run_of(kit, "packed-plugin-fp8-eager", texts, per_head=per_head)
-        ran |= run_of(kit, "packed-sm80-fp8-eager", texts, per_head=0)
+        ran |= run_of(kit, "packed-sm80-fp8-eager", texts, per_head=0, **rehearsed("sm80"))
         lines = {line.name: line for line in kit.judge.other_models(ran, planned)}
         assert lines["packed-plugin-fp8-eager"].passed is passed and lines["packed-sm80-fp8-eager"].passed
         assert f"{per_head} tokens over keys" in lines["packed-plugin-fp8-eager"].found
@@ -825,6 +827,74 @@ def test_other_models_are_compared_with_stock_where_it_has_the_cache(kit: Any):
     assert lines["glm53-choice-bf16-eager"].passed is None and lines["glm53-sm89-bf16-eager"].passed is False
     assert lines["glm53-sm80-off"].passed and lines["hyv4-plugin-fp8-eager"].passed is False
     assert len(lines) == len(planned)
+
+
+def rehearsed(arch: str, *, foreign: tuple[str, ...] = (), kernels: int = 3) -> dict[str, Any]:
+    """What a rehearsed engine says of its device."""
+    return {"rehearsed": {"archs": {"torch": arch, "triton": arch}, "kernels": kernels, "foreign": list(foreign)}}
+
+
+def test_glm5_runs_in_every_form_that_it_is_served_in(kit: Any):
+    planned = kit.jobs.glm5()
+    cells = {(job.name.split("-")[0], job.who, job.kv, job.mode) for job in planned}
+    for kv in kit.jobs.KV_DTYPES:
+        modes = {mode for name, who, its, mode in cells if (name, who, its) == ("glm5", "plugin", kv)}
+        assert modes == {"eager", "graphs", "default"}
+        alone = {(name, who) for name, who, its, mode in cells if (its, mode) == (kv, "eager")}
+        both = {(name, who) for name in ("glm5", "glm5few", "glm5all") for who in ("stock", "plugin")}
+        assert both | {("glm5", who) for who in ("triton", "sm80", "sm89")} <= alone
+    assert {job.heads for job in planned} == {8, 16, 64}
+    for job in planned:
+        assert job.model == f"{'sharesdrafts' if 'speculative_config' in job.arguments else 'shares'}{job.heads}"
+        assert {17, 6000} <= set(job.options["lengths"])
+        assert bool(job.rehearsal) == (job.who in ("sm80", "sm89"))
+    default = [job for job in planned if job.name.startswith("glm5default-")]
+    assert {job.kv for job in default if job.model.startswith("sharesdrafts")} == set(kit.jobs.KV_DTYPES)
+    assert {job.kv for job in default if job.options["shadow"]} == set(kit.jobs.KV_DTYPES)
+
+
+def test_glm5_s_checkpoint_shares_a_selection_and_its_drafts_have_an_indexer(kit: Any, tmp_path: Path):
+    found = dict[str, set[str]]()
+    for name in ("shares8", "sharesdrafts8"):
+        kit.named_models.write_model(tmp_path, name)
+        with safe_open(tmp_path / name / "model.safetensors", "pt") as file:
+            found[name] = set(file.keys())
+            assert file.get_slice("model.layers.1.self_attn.q_b_proj.weight").get_shape() == [8 * 256, 256]
+            assert file.get_slice("model.layers.1.self_attn.kv_b_proj.weight").get_shape() == [8 * (192 + 256), 512]
+            indexers = {key.split(".")[2] for key in found[name] if ".indexer." in key}
+            assert indexers == {"0", "2", *(["3"] if "drafts" in name else [])}
+    assert found["shares8"] < found["sharesdrafts8"]
+    assert {key.split(".")[2] for key in found["sharesdrafts8"] - found["shares8"]} == {"3"}
+    config = json.loads((tmp_path / "sharesdrafts8" / "config.json").read_text())
+    assert (config["num_nextn_predict_layers"], config["num_hidden_layers"]) == (1, 3)
+    assert config["index_topk_pattern"] == "FSF" and config["rms_norm_eps"] == 1e-6
+
+
+def test_glm5_is_held_against_stock_that_does_the_same(kit: Any, tmp_path: Path):
+    def lines(*, long: float = 0.0, per_head: int = 9, wide: str = "0.001") -> dict[str, Any]:
+        def run(by: float) -> list[dict[str, Any]]:
+            return [{**prompt(17, [1], shift=by / 6), "cached": 0}, {**prompt(3000, [2], shift=by), "cached": 64}]
+
+        cell, default = "glm5few-{}-fp8-eager", "glm5default-{}-fp8-h8"
+        ran = run_of(kit, cell.format("stock"), run(0), run(0.1), run(0), served="") | run_of(
+            kit, cell.format("plugin"), run(long)
+        )
+        ran |= run_of(kit, default.format("stock"), run(0), run(0), per_head=5)
+        ran |= run_of(kit, default.format("plugin"), run(long), run(long), per_head=per_head)
+        line = '{{"layer": "a", "method": "{}", "relative": {}}}\n'
+        records = line.format("forward_mqa", "0.001") + line.format("forward_mha", wide)
+        (tmp_path / f"{default.format('plugin')}.shadow").write_text(records)
+        return {found.name: found for found in kit.judge.glm5(ran, [done.job for done in ran.values()], tmp_path)}
+
+    right = lines()
+    names = {f"glm5few-{who}-fp8-eager" for who in ("stock", "plugin")} | {"glm5default-plugin-fp8-h8"}
+    assert right.keys() == names and right["glm5few-stock-fp8-eager"].passed is None
+    assert right["glm5few-plugin-fp8-eager"].passed and right["glm5default-plugin-fp8-h8"].passed
+    assert "against itself: short 0.017, long 0.100" in right["glm5few-stock-fp8-eager"].found
+    far = lines(long=0.51)
+    assert not far["glm5few-plugin-fp8-eager"].passed and not far["glm5default-plugin-fp8-h8"].passed
+    assert not lines(per_head=0)["glm5default-plugin-fp8-h8"].passed
+    assert not lines(wide="0.02")["glm5default-plugin-fp8-h8"].passed, "values of 256 numbers went wrong"
 
 
 def test_an_engine_that_differs_from_itself_judges_no_other(kit: Any):

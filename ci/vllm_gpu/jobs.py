@@ -181,6 +181,9 @@ def agreement() -> list[Job]:
     return [*jobs, *_refusals()]
 
 
+_V32: Final = "heads", "drafts"
+"""What the names of DeepSeek-V3.2's small checkpoints begin with, without a layer that drafts and with one."""
+
 DEFAULTS: Final = (
     ("fp8_ds_mla", 16, "graphs", 2048, True),
     ("auto", 16, "eager", 8192, False),
@@ -190,17 +193,24 @@ DEFAULTS: Final = (
 """Cache format, heads, mode, the most tokens of a step, and whether a layer drafts, of engines that are as by default."""
 
 
-def _by_default(who: str, kv: str, heads: int, mode: str, step: int, drafts: bool) -> Job:
+def _by_default(
+    who: str, kv: str, heads: int, mode: str, step: int, drafts: bool, *, kind: str = "default", models: tuple[str, str] = _V32
+) -> Job:
     """Where prompts may be computed over keys of each head: whole or in chunks, of any length, the second time from the cache.
 
     The plugin's eager engines run in shadow mode: their prompts are compared layer by layer, too.
+
+    Args:
+        who, kv, heads, mode, step, drafts: as DEFAULTS has them. kind: what the name begins with. models: what the names of
+            checkpoints begin with, without a layer that drafts and with one.
     """
+    plain, drafting = models
     lengths = (*_TEXTS["lengths"], 6000, 9000, 16_000)
     options: dict[str, Any] = {**_TEXTS, "lengths": lengths, "repeats": 2, "by_default": True}
-    options |= {"shadow": (who, mode) == ("plugin", "eager"), **({"model": f"drafts{heads}"} if drafts else {})}
+    options |= {"shadow": (who, mode) == ("plugin", "eager"), "model": f"{drafting if drafts else plain}{heads}"}
     arguments = {"enable_prefix_caching": True, "max_num_batched_tokens": step, "max_model_len": 16_384}
     arguments |= _DRAFTS if drafts else {}
-    name = f"default-{who}-{cell(kv, heads)}"
+    name = f"{kind}-{who}-{cell(kv, heads)}"
     return Job(name, "generate", who, kv, heads, mode, arguments=arguments, options=options, seconds=240)
 
 
@@ -261,6 +271,43 @@ def other_models() -> list[Job]:
     stop: dict[str, Any] = {"options": {"says": "fp8e4nv", "model": "nope16"}, "rehearsal": REHEARSALS["sm80"]}
     stop |= {"environ": {"MLA_PORTABLE_VLLM_INDEXER": "off"}, "arguments": {**_WITHOUT_WARMUP, **_IN_TRITON}, "seconds": 300}
     return [*found, Job("glm53-sm80-off", "refuse", "sm80", "auto", 16, **stop)]
+
+
+GLM5: Final = {"glm5": ("shares16", "stock"), "glm5few": ("shares8", "stock"), "glm5all": ("shares64", "stock")}
+"""As OTHER_MODELS, with the heads of a GPU of four, of a GPU of eight, and all of GLM-5's."""
+_GLM5_DEFAULTS: Final = (
+    ("fp8_ds_mla", 16, "graphs", 2048, True),
+    ("auto", 16, "eager", 8192, False),
+    ("fp8_ds_mla", 8, "eager", 8192, False),
+    ("auto", 64, "graphs", 2048, True),
+)
+"""As DEFAULTS."""
+
+
+def glm5() -> list[Job]:
+    """GLM-5 (vLLM 0.26 and later): keys of 192 + 64 numbers and values of 256, and a layer that shares a selection.
+
+    16 heads: stock, Triton alone, the plugin in every mode, and as on older GPUs. 8 and 64 heads: stock and the plugin. All of
+    these are compared over the cache, but for the plugin's where vLLM compiles and those as on older GPUs, which are as by
+    default. Then the plugin and stock as by default, with MTP too.
+    """
+    few = [(who, kv, "eager") for who in ("stock", "plugin") for kv in KV_DTYPES]
+    cells = [("glm5", who, kv, "eager") for who in ("stock", "triton", "plugin", "sm89", "sm80") for kv in KV_DTYPES]
+    cells += [("glm5", "plugin", kv, mode) for mode in ("graphs", "default") for kv in KV_DTYPES]
+    cells += [("glm5", "sm89", "fp8_ds_mla", "graphs"), ("glm5", "sm80", "auto", "graphs")]
+    cells += [(name, *each) for name in ("glm5few", "glm5all") for each in few]
+    found: list[Job] = []
+    for name, who, kv, mode in cells:
+        model, _ = GLM5[name]
+        options: dict[str, Any] = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": 3 if who == "stock" else 1}
+        options |= {"model": model, "by_default": mode == "default" or who in ("sm89", "sm80")}
+        given: dict[str, Any] = {"rehearsal": REHEARSALS.get(who, {}), "options": options, "seconds": 300}
+        label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
+        found.append(Job(label, "generate", who, kv, int(model.removeprefix("shares")), mode, **given))
+    models = "shares", "sharesdrafts"
+    return found + [
+        _by_default(who, *each, kind="glm5default", models=models) for each in _GLM5_DEFAULTS for who in ("plugin", "stock")
+    ]
 
 
 TRUTHS: Final = {"auto": ("",), "fp8_ds_mla": ("pow2", "amax")}

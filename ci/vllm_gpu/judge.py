@@ -345,7 +345,7 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
     Where vLLM has no backend of its own for the model, because a package is missing, that is said and does not count. An engine
     that differs from itself fails, and nothing is judged by it. Where prompts may go over keys of each head, the plugin's must.
     """
-    models = {**jobs.OTHER_MODELS, **jobs.FOUR_BITS}
+    models = {**jobs.OTHER_MODELS, **jobs.FOUR_BITS, **jobs.GLM5}
     for job in planned:
         if job.task == "refuse":
             if job.name in ran:
@@ -372,6 +372,15 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
                 per_head = ran[job.name].result["per_head"]
                 passed, found = passed and per_head > 0, f"{found}; {per_head} tokens over keys of each head"
             yield Line(job.name, found, passed if _agrees(_runs(ran, against)) else None)
+
+
+def glm5(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line]:
+    """GLM-5: beside stock that attends over the cache, and as by default beside stock as by default."""
+    default = [job for job in planned if job.name.startswith("glm5default-")]
+    yield from other_models(ran, [job for job in planned if job not in default])
+    for job in default:
+        if job.who == "plugin":
+            yield _by_default(ran, out, job.name)
 
 
 @dataclass(frozen=True)
