@@ -834,6 +834,27 @@ def rehearsed(arch: str, *, foreign: tuple[str, ...] = (), kernels: int = 3) -> 
     return {"rehearsed": {"archs": {"torch": arch, "triton": arch}, "kernels": kernels, "foreign": list(foreign)}}
 
 
+def test_a_rehearsed_model_counts_only_as_the_older_gpu(kit: Any):
+    """The same kernels for another architecture, or of the GPU that is there, prove nothing."""
+    texts = [prompt(17, [1, 2]), prompt(3000, [3])]
+    served = "fused: sparse_decode nvidia.native_sm80"
+    glm5 = [job for job in kit.jobs.glm5() if job.name.startswith("glm5-")]
+    for planned, model in ((kit.jobs.other_models(), "hyv4"), (kit.jobs.four_bits(), "packed"), (glm5, "glm5")):
+        for state, passed in (
+            (rehearsed("sm80"), True),
+            (rehearsed("sm90"), False),
+            (rehearsed("sm80", kernels=0), False),
+            (rehearsed("sm80", foreign=("nvidia.native_sm80",)), False),
+        ):
+            ran = run_of(kit, f"{model}-stock-bf16-eager", texts, texts, served="")
+            ran |= run_of(kit, f"{model}-sm80-bf16-eager", texts, served=served, per_head=0, **state)
+            lines = {line.name: line.passed for line in kit.judge.other_models(ran, planned)}
+            assert lines[f"{model}-sm80-bf16-eager"] is passed, (model, state)
+    ran = run_of(kit, "hyv4-stock-bf16-eager", texts) | run_of(kit, "hyv4-triton-bf16-eager", texts, served="nvidia.native")
+    lines = {line.name: line.passed for line in kit.judge.other_models(ran, kit.jobs.other_models())}
+    assert lines["hyv4-triton-bf16-eager"] is False, "Triton alone was asked for"
+
+
 def test_glm5_runs_in_every_form_that_it_is_served_in(kit: Any):
     planned = kit.jobs.glm5()
     cells = {(job.name.split("-")[0], job.who, job.kv, job.mode) for job in planned}

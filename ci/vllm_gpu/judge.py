@@ -364,10 +364,10 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
             yield Line(job.name, f"nothing to compare it with: none of {', '.join(known)} finished", False)
         else:
             compared = compare(_runs(ran, against)[0], runs[0])
-            passed, found = (
-                compared.is_close and (job.who == stock or bool(ran[job.name].served)),
-                f"against {against}: {compared}",
-            )
+            passed, found = compared.is_close, f"against {against}: {compared}"
+            wrongly = "" if job.who == stock else _served_wrongly(ran[job.name])
+            if wrongly:
+                passed, found = False, f"{found}; {wrongly}"
             if job.options.get("by_default") and job.who == "plugin":
                 per_head = ran[job.name].result["per_head"]
                 passed, found = passed and per_head > 0, f"{found}; {per_head} tokens over keys of each head"
