@@ -758,9 +758,11 @@ def test_weights_of_four_bits_are_those_of_the_model_rounded(
     """Read back by the formats' definitions. The indexer, norms and embeddings stay."""
     written: list[Any] = []
     monkeypatch.setattr(kit.named_models, "write", lambda *given: written.extend(given))
-    kit.named_models.write_model(tmp_path, f"{kind}16")
-    folder, config, make = written
-    stored = make()
+    for name in (f"{kind}16", f"{kind}twin16"):
+        kit.named_models.write_model(tmp_path, name)
+    folder, config, make, _, twin_config, make_twin = written
+    stored, twin = make(), make_twin()
+    assert twin_config == kit.checkpoint.v32_config(16)
     assert folder == tmp_path / f"{kind}16" and json.dumps(config)
     assert config["quantization_config"]["quant_method"] == {"packed": "compressed-tensors", "awq": "awq"}[kind]
     plain = kit.checkpoint.tensors(16)
@@ -768,13 +770,15 @@ def test_weights_of_four_bits_are_those_of_the_model_rounded(
     for name, weight in plain.items():
         own = name.removesuffix(".weight")
         if name in stored:
-            assert stored.pop(name).equal(weight) and ("indexer" in name or weight.dim() == 1 or own in ("lm_head", EMBEDDING))
+            assert stored.pop(name).equal(weight) and twin.pop(name).equal(weight)
+            assert "indexer" in name or weight.dim() == 1 or own in ("lm_head", EMBEDDING)
             continue
         rounded += 1
         if kind == "packed":
             assert tuple(stored.pop(f"{name}_shape")) == weight.shape
             scale = stored.pop(f"{name}_scale").float().repeat_interleave(128, dim=1)
             values = (nibbles(stored.pop(f"{name}_packed")) - 8) * scale
+            exact = values
         else:
             order = [0, 4, 1, 5, 2, 6, 3, 7]  # of the nibble that has each of eight outputs
             scale = stored.pop(f"{own}.scales").float().repeat_interleave(128, dim=0)
@@ -782,19 +786,24 @@ def test_weights_of_four_bits_are_those_of_the_model_rounded(
                 nibbles(stored.pop(f"{own}.{part}")).unflatten(1, (-1, 8))[..., order].flatten(1)
                 for part in ("qweight", "qzeros")
             )
-            values, scale = ((codes - zeros.repeat_interleave(128, dim=0)) * scale).T, scale.T
+            codes = codes - zeros.repeat_interleave(128, dim=0)
+            exact = (codes * scale.to(torch.bfloat16)).T
+            values, scale = (codes * scale).T, scale.T
+        assert twin.pop(name).equal(exact.to(torch.bfloat16)), "the twin has the values that the codes say"
         assert ((values - weight.float()).abs() <= 1.01 * scale).all() and (values - weight.float()).norm() > 0
         assert (values - weight.float()).norm() < 0.2 * weight.float().norm(), name
-    assert not stored and rounded == 2 * 8  # of each layer: five of attention, three of the feed-forward network
+    assert not stored and not twin and rounded == 2 * 8  # of each layer: five of attention, three of the feed-forward network
 
 
 def test_weights_of_four_bits_are_compared_with_stock_on_the_same_checkpoint(kit: Any):
     planned = kit.jobs.four_bits()
     names = {job.name for job in planned}
     assert {
-        f"{kind}-{who}-{kv}-eager" for kind in ("packed", "awq") for who in ("stock", "plugin", "sm80") for kv in CACHES
+        f"{kind}-{who}-{kv}-eager" for kind in ("packed", "awq") for who in ("stock", "plugin", "sm80", "sm89") for kv in CACHES
     } <= names
-    assert {job.model for job in planned} == {"packed16", "awq16"}
+    assert {job.model for job in planned if job.who != "stock"} == {"packed16", "awq16"}
+    twins = {f"{kind}-twin-{kv}-eager": f"{kind}twin16" for kind in ("packed", "awq") for kv in CACHES}
+    assert {job.name: job.model for job in planned if "-twin-" in job.name} == twins
     assert {job.who for job in planned if not job.options["by_default"]} == {"stock"}, "its prompts with context need a weight"
     texts = [prompt(17, [1, 2]), prompt(3000, [3])]
     for per_head, passed in ((3017, True), (0, False)):  # prompts must be projected by kv_b_proj's own method
@@ -805,6 +814,12 @@ def test_weights_of_four_bits_are_compared_with_stock_on_the_same_checkpoint(kit
         assert lines["packed-plugin-fp8-eager"].passed is passed and lines["packed-sm80-fp8-eager"].passed
         assert f"{per_head} tokens over keys" in lines["packed-plugin-fp8-eager"].found
         assert lines["awq-plugin-bf16-eager"].passed is False, "did not finish"
+    far = [prompt(17, [1, 2], shift=0.11), prompt(3000, [3])]
+    for texts_of_twin, passed in ((texts, True), (far, False)):
+        ran |= run_of(kit, "packed-twin-fp8-eager", texts_of_twin, served="", per_head=0)
+        lines = {line.name: line for line in kit.judge.other_models(ran, planned)}
+        assert lines["packed-twin-fp8-eager"].passed is passed and lines["packed-sm80-fp8-eager"].passed is passed
+        assert ("its values in bf16: short 0.110" in lines["packed-sm80-fp8-eager"].found) is not passed
 
 
 EMBEDDING, CACHES = "model.embed_tokens", ("bf16", "fp8")

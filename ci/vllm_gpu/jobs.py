@@ -366,12 +366,14 @@ FOUR_BITS: Final = {"packed": ("packed16", "stock"), "awq": ("awq16", "stock")}
 
 
 def four_bits() -> list[Job]:
-    """Weights of 4 bits: stock, the plugin, and as SM80, whose GPUs are those that such weights are for; as by default.
+    """Weights of 4 bits: stock, the plugin, and as SM80 and SM89, which such weights are for; as by default.
+
+    A twin of each, stock with the same values in bf16, says that the layers of 4 bits are read as they were written.
 
     Prompts may go over keys of each head, so that `kv_b_proj` is called, beside what vLLM's layer makes of it for decodes. Not
     stock's: vLLM 0.26 asks `kv_b_proj` for its `weight` in a prompt with context, which these have not.
     """
-    cells = [(who, kv, "eager") for who in ("stock", "plugin", "sm80") for kv in KV_DTYPES]
+    cells = [(who, kv, "eager") for who in ("stock", "plugin", "sm80", "sm89") for kv in KV_DTYPES]
     cells += [("plugin", kv, "graphs") for kv in KV_DTYPES]
     found: list[Job] = []
     for (who, kv, mode), (name, (model, _)) in product(cells, FOUR_BITS.items()):
@@ -380,6 +382,9 @@ def four_bits() -> list[Job]:
         rehearsal = REHEARSALS.get(who, {})
         label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
         found.append(Job(label, "generate", who, kv, 16, mode, rehearsal=rehearsal, options=options, seconds=300))
+        if who == "stock":
+            options = {**options, "model": model.replace("16", "twin16"), "repeats": 1}
+            found.append(Job(label.replace("-stock-", "-twin-"), "generate", who, kv, 16, mode, options=options, seconds=300))
     return found
 
 

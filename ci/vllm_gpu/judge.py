@@ -344,6 +344,7 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
 
     Where vLLM has no backend of its own for the model, because a package is missing, that is said and does not count. An engine
     that differs from itself fails, and nothing is judged by it. Where prompts may go over keys of each head, the plugin's must.
+    Where a model of 4 bits has a twin with the same values in bf16, ours must be close to that as well.
     """
     models = {**jobs.OTHER_MODELS, **jobs.FOUR_BITS, **jobs.GLM5}
     for job in planned:
@@ -368,6 +369,9 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
             wrongly = "" if job.who == stock else _served_wrongly(ran[job.name])
             if wrongly:
                 passed, found = False, f"{found}; {wrongly}"
+            for twin in _runs(ran, f"{name}-twin-{kv}-eager") if job.who != stock else ():
+                with_values = compare(twin, runs[0])
+                passed, found = passed and with_values.is_close, f"{found}; its values in bf16: {with_values}"
             if job.options.get("by_default") and job.who == "plugin":
                 per_head = ran[job.name].result["per_head"]
                 passed, found = passed and per_head > 0, f"{found}; {per_head} tokens over keys of each head"
