@@ -319,7 +319,8 @@ HELD_AGAINST_TRANSFORMERS: Final = {"v32": "heads16", "glm5": "shares16"}
 def transformers() -> list[Job]:
     """Engines, stock and the plugin, beside transformers in float32; and our attention function in transformers, in BF16.
 
-    All attend over the cache, so that one truth serves for prompts and decodes. The truths come first.
+    They attend over the cache, so that one truth serves for prompts and decodes. Those named `default` may attend over keys of
+    each head in prompts; with a BF16 cache the exact truth is theirs, too. The truths come first.
     """
     texts = {**_TEXTS, "lengths": (17, 300, 1000, 1900, 2500, 3500), "tokens": 16}
     exact = {**texts, "attention": "eager", "dtype": "float32"}
@@ -335,6 +336,9 @@ def transformers() -> list[Job]:
             options = {**texts, "repeats": 1, "model": model}
             label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}"
             found.append(Job(label, "generate", who, kv, 16, "eager", options=options, seconds=300))
+        for who in ("stock", "plugin"):
+            options = {**texts, "repeats": 1, "model": model, "by_default": True}
+            found.append(Job(f"{name}-{who}-default", "generate", who, "auto", 16, "eager", options=options, seconds=300))
     return found
 
 

@@ -460,6 +460,10 @@ def _from_truth(ran: Ran, job: jobs.Job, run: Run, truths: Sequence[Run]) -> Lin
         found += f" (stock: {its})"
     if job.task == "generate" and job.who == "plugin":
         passed = passed and bool(ran[job.name].served)
+    if job.options.get("by_default"):
+        per_head = ran[job.name].result["per_head"]
+        passed = passed and (per_head > 0 or job.who == "stock")
+        found += f"; {per_head} tokens over keys of each head"
     return Line(job.name, found, passed)
 
 
