@@ -375,6 +375,27 @@ def test_features_are_held_against_the_engine_without_them(kit: Any):
         assert [line.passed for line in kit.judge.features(ran)] == [None, right], "it has to be used"
 
 
+def test_a_batch_that_changes_a_digit_is_not_invariant(kit: Any):
+    jobs = {job.name: job for job in kit.jobs.features() if "-invariant-" in job.name}
+    assert all(job.environ == {"VLLM_BATCH_INVARIANT": "1"} for job in jobs.values())
+    assert {(job.kv, job.arguments.get("max_num_seqs")) for job in jobs.values()} == {
+        (kv, seqs) for kv in kit.jobs.KV_DTYPES for seqs in (None, 1)
+    }
+
+    def passed(shift: float = 0.0, token: int = 3, served: str = "fused: sparse_decode triton.portable") -> bool | None:
+        ran = run_of(kit, "feature-invariant-one-fp8", [prompt(17, [1, 2]), prompt(3000, [3])])
+        own = [prompt(17, [1, 2]), prompt(3000, [token], shift=shift)]
+        ran |= run_of(kit, "feature-invariant-all-fp8", own, served=served)
+        lines = {line.name: line.passed for line in kit.judge.features(ran)}
+        assert lines.keys() == {"feature-none", "feature-invariant-all-fp8"}
+        return lines["feature-invariant-all-fp8"]
+
+    assert passed() and not passed(shift=1e-5) and not passed(token=1003) and not passed(served="")
+    assert not passed(shift=math.nan)
+    ran = run_of(kit, "feature-invariant-all-bf16", [prompt(17, [1])])
+    assert [line.passed for line in kit.judge.features(ran)] == [False, False], "there is nothing to compare it with"
+
+
 def test_the_plugin_is_timed_beside_stock_as_it_is_by_default(kit: Any):
     assert all(job.options["by_default"] for job in kit.jobs.load())
 

@@ -506,7 +506,10 @@ def serve() -> list[Job]:
 
 
 def features() -> list[Job]:
-    """What deployments switch on: each must generate as without it (`feature-none`), and many requests with all together."""
+    """What deployments switch on: each must generate as without it (`feature-none`), and many requests with all together.
+
+    With VLLM_BATCH_INVARIANT all prompts together must give what each gives alone.
+    """
     prefixes = {"enable_prefix_caching": True}
     # The cache is smaller than the prompts together, so the second time they come from the host. ExampleConnector, which moves
     # files, leaves the indexer's keys out, for any backend.
@@ -522,6 +525,11 @@ def features() -> list[Job]:
     model = {"model": "drafts16"}
     several = {"num_gpu_blocks_override": 100, "max_num_seqs": 64, "max_model_len": 1024}
     many = {"count": 500, "prompt": (8, 600), "tokens": (8, 32), **model}
+    invariant: dict[str, Any] = {"environ": {"VLLM_BATCH_INVARIANT": "1"}, "options": {**_TEXTS, "repeats": 1}, **more}
+    alone = [
+        Job(f"feature-invariant-{way}-{'bf16' if kv == 'auto' else 'fp8'}", "generate", "plugin", kv, arguments=a, **invariant)
+        for kv, (way, a) in product(KV_DTYPES, (("one", {"max_num_seqs": 1}), ("all", {})))
+    ]
     return [
         one("none", {}, repeats=3),
         one("prefixes", prefixes),
@@ -530,6 +538,7 @@ def features() -> list[Job]:
         one("connector", connector),
         Job("feature-all-one", "requests", "plugin", arguments={**several, "max_num_seqs": 1}, options=many, **more),
         Job("feature-all-small", "requests", "plugin", arguments={**several, **prefixes, **_DRAFTS}, options=many, **more),
+        *alone,
     ]
 
 

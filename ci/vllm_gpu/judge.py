@@ -327,8 +327,10 @@ def features(ran: Ran) -> Iterator[Line]:
     without = _runs(ran, "feature-none")
     own = max((agree(*pair, **_LONG).difference for pair in combinations(without, 2)), default=0.0)
     yield Line("feature-none", f"against itself: long {own:.3f}", None if without else False)
+    for name in (each for each in ran if each.startswith("feature-invariant-all-")):
+        yield _invariant(ran, name)
     for name, done in ran.items():
-        if done.job.task == "generate" and name != "feature-none":
+        if done.job.task == "generate" and name != "feature-none" and "-invariant-" not in name:
             line = _as_without(name, without, done.runs)
             if line.passed is not None and done.runs and done.job.arguments.get("enable_prefix_caching"):
                 cached, outside = sum(p["cached"] or 0 for p in done.runs[-1]), done.result["outside"]
@@ -337,6 +339,17 @@ def features(ran: Ran) -> Iterator[Line]:
             yield line
     if "feature-all-one" in ran:
         yield _many(ran, "feature-all", "feature-all-one", "feature-all-small")
+
+
+def _invariant(ran: Ran, name: str) -> Line:
+    """All prompts together against each alone: the same log-probabilities, to the five digits that results have."""
+    alone, together = _runs(ran, name.replace("-all-", "-one-")), _runs(ran, name)
+    if not alone or not together:
+        return Line(name, "did not finish", False)
+    found, wanted = agree(together[0], alone[0]), sum(len(each["tokens"]) for each in alone[0])
+    listed = all(a["logprobs"] == b["logprobs"] for a, b in zip(alone[0], together[0], strict=True))
+    same = listed and found.compared == wanted and not found.parted and math.isfinite(found.difference)
+    return Line(name, f"each prompt alone: {found}", same and bool(ran[name].served))
 
 
 def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
