@@ -382,16 +382,19 @@ def test_a_batch_that_changes_a_digit_is_not_invariant(kit: Any):
         (kv, seqs) for kv in kit.jobs.KV_DTYPES for seqs in (None, 1)
     }
 
-    def passed(shift: float = 0.0, token: int = 3, served: str = "fused: sparse_decode triton.portable") -> bool | None:
+    def judged(shift: float = 0.0, token: int = 2, long: float = 0.0, served: str = "fused: sparse_decode triton.portable"):
         ran = run_of(kit, "feature-invariant-one-fp8", [prompt(17, [1, 2]), prompt(3000, [3])])
-        own = [prompt(17, [1, 2]), prompt(3000, [token], shift=shift)]
+        own = [prompt(17, [1, token], shift=shift), prompt(3000, [3], shift=long)]
         ran |= run_of(kit, "feature-invariant-all-fp8", own, served=served)
-        lines = {line.name: line.passed for line in kit.judge.features(ran)}
-        assert lines.keys() == {"feature-none", "feature-invariant-all-fp8"}
-        return lines["feature-invariant-all-fp8"]
+        _, *lines = kit.judge.features(ran)
+        assert {line.name for line in lines} == {"feature-invariant-all-fp8"}
+        return lines
 
-    assert passed() and not passed(shift=1e-5) and not passed(token=1003) and not passed(served="")
-    assert not passed(shift=math.nan)
+    short, long = judged(long=1e-5)
+    assert (short.passed, long.passed) == (True, None) and "0 of 2 tokens are not the same" in short.found
+    assert "1 of 1 tokens are not the same" in long.found, "scores of the indexer are not promised"
+    for wrong in ({"shift": 1e-5}, {"token": 1002}, {"served": ""}, {"shift": math.nan}):
+        assert judged(**wrong)[0].passed is False, wrong
     ran = run_of(kit, "feature-invariant-all-bf16", [prompt(17, [1])])
     assert [line.passed for line in kit.judge.features(ran)] == [False, False], "there is nothing to compare it with"
 
