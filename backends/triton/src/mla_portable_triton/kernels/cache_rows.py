@@ -32,6 +32,7 @@ from mla_portable_triton.kernels.row_layout import (
     V4_ROW_BYTES,
     V4_ROWS,
     V4_SCALE_BYTES,
+    V4_TAIL,
 )
 
 KEY = tl.constexpr(INDEX_HEAD_SIZE)
@@ -98,6 +99,7 @@ def store_latent(
     slot,
     written,
     latent,
+    tail,
     group,
     column,
     block_stride,
@@ -110,7 +112,8 @@ def store_latent(
     """The latent parts of rows, scales included.
 
     row: [BLOCK_T] of `row_pointers`, of slot [BLOCK_T] int64 where written [BLOCK_T]. latent: [BLOCK_T, GROUPS, WIDTH] in half
-    precision, WIDTH columns of a scale. group: [1, GROUPS]. column: [1, GROUPS, WIDTH], of the row.
+    precision, WIDTH columns of a scale. tail: of V4_ROWS, the last V4_TAIL columns once more, [BLOCK_T, V4_TAIL].
+    group, column: of `columns_of_a_scale`.
     """
     if ROWS != BF16_ROWS:
         wide = to_float32(latent, BF16_NATIVE)  # [BLOCK_T, GROUPS, WIDTH]
@@ -133,8 +136,8 @@ def store_latent(
         scale_row = cache_ptr + (slot // CACHE_BLOCK * block_stride + apart)  # [BLOCK_T] pointers
         tl.store(scale_row[:, None] + group, exponent, mask=written[:, None])
         tail_row = (row + V4_CODES).to(tl.pointer_type(tl.bfloat16))  # [BLOCK_T] pointers
-        tail = written[:, None, None] & (group * V4_GROUP >= V4_CODES)[:, :, None]
-        tl.store(tail_row[:, None, None] + (column - V4_CODES), as_cached(latent, BF16_NATIVE), mask=tail)
+        t = tl.arange(0, V4_TAIL)[None, :]  # [1, V4_TAIL]
+        tl.store(tail_row[:, None] + t, as_cached(tail, BF16_NATIVE), mask=written[:, None])
     else:
         tl.store(row[:, None, None] + column, as_cached(latent, BF16_NATIVE), mask=written[:, None, None])
 

@@ -27,7 +27,7 @@ from mla_portable_triton.kernels.cache_rows import (
 )
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import encodes_natively
-from mla_portable_triton.kernels.row_layout import rows_of, rows_of_layout
+from mla_portable_triton.kernels.row_layout import V4_CODES, V4_ROWS, V4_TAIL, rows_of, rows_of_layout
 
 CONFIGS: Final = {"default": Config(tile=4, num_warps=4)}  # tile: tokens; untuned
 
@@ -63,8 +63,12 @@ def cache_write_kernel(
     if ROPE > 0:
         d = tl.arange(0, ROPE)[None, :]  # [1, ROPE]
         rope = tl.load(k_pe_ptr + token[:, None] * k_pe_stride + d, mask=given[:, None])  # [BLOCK_T, ROPE]
+    tail = latent
+    if ROWS == V4_ROWS:
+        t = tl.arange(0, V4_TAIL)[None, :]  # [1, V4_TAIL]
+        tail = tl.load(kv_c_ptr + token[:, None] * kv_c_stride + V4_CODES + t, mask=given[:, None])  # [BLOCK_T, V4_TAIL]
     store_latent(
-        cache_ptr, row, slot, written, latent, group, column, block_stride,
+        cache_ptr, row, slot, written, latent, tail, group, column, block_stride,
         CACHE_BLOCK, ROWS, POW2, E4M3_NATIVE, BF16_NATIVE,
     )  # fmt: skip
     if ROPE > 0:
