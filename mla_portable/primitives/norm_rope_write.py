@@ -376,6 +376,5 @@ NORM_ROPE_WRITE: Final = Primitive[NormRopeWrite](
     module=__name__,
     facts=Facts._fields,
     cache=KV,
-    typical={"index_layout": "index_fp8"},
     reference=reference,
 )
