@@ -29,7 +29,7 @@ from vllm_layer import (
     run_step,
 )
 
-from mla_portable.choose import get_registry
+from mla_portable.choose import get_registry, reset_registry
 from mla_portable.cli.doctor import reading
 from mla_portable.contracts import InvalidArgument, UnsupportedRequest
 from mla_portable.engines.vllm import compat, indexer_choice, indexer_seams, layer_choice, layer_parts, settings, warm_up
@@ -413,3 +413,21 @@ def test_the_worker_offers_it_before_it_builds_the_model(monkeypatch: pytest.Mon
     worker.vllm_config = None
     worker.load_model()
     assert order == ["offered", "load_model"]
+
+
+def test_portable_kernels_serve_it(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    """Triton's, in its interpreter, between the projections; attention and the indexer stay the quick ones."""
+    stock = make_module("fp8")
+    for name in ("NORM_ROPE_WRITE", "ROPE_QUANTIZE_QUERIES"):
+        monkeypatch.setenv(f"MLA_PORTABLE_BACKEND_{name}", "triton")
+    request.addfinalizer(reset_registry)
+    reset_registry()
+    served: list[Any] = []
+    resolve_name("mla_portable.engines.vllm.layer:MLAPortableLayer")
+    monkeypatch.setattr("mla_portable.engines.vllm.layer.publish", lambda device, pairs, logger: served.extend(pairs))
+    ours = make_ours(monkeypatch, "fp8")
+    assert served == [(name, "triton.portable") for name in ("norm_rope_write", "rope_quantize_queries")]
+    for module in (stock, ours):
+        fill_caches(module)
+    round_once(stock)
+    assert_same(stock, ours, make_inputs([1, 2], [40, 9]))
