@@ -121,7 +121,7 @@ def test_tokens_over_keys_of_each_head_are_counted(kit: Any):
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
     several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.rank_long(), *kit.jobs.rank_flash()]
-    several += [*kit.jobs.other_models(), *kit.jobs.four_bits(), *kit.jobs.serve()]
+    several += [*kit.jobs.other_models(), *kit.jobs.four_bits(), *kit.jobs.transformers(), *kit.jobs.serve()]
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):

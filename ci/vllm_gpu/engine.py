@@ -229,8 +229,16 @@ def serve(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     return timing.serve(llm, job.options, where)
 
 
+def truth(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
+    """What transformers generates, without an engine."""
+    import transformers_truth
+
+    return transformers_truth.generate(job, checkpoints, where)
+
+
 TASKS: Final = {
     "generate": generate,
+    "truth": truth,
     "ranks": ranks,
     "requests": requests,
     "refuse": refuse,

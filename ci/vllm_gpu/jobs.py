@@ -261,6 +261,34 @@ def other_models() -> list[Job]:
     return [*found, Job("glm53-sm80-off", "refuse", "sm80", "auto", 16, **stop)]
 
 
+TRUTHS: Final = {"auto": ("",), "fp8_ds_mla": ("pow2", "amax")}
+"""By the cache, how the scales of its truths are made: which of the two an engine makes depends on vLLM's version."""
+HELD_AGAINST_TRANSFORMERS: Final = {"v32": "heads16", "glm5": "shares16"}
+"""Name -> checkpoint. Not hy_v4: vLLM rotates neighbouring pairs where transformers rotates halves, so logits differ."""
+
+
+def transformers() -> list[Job]:
+    """Engines, stock and the plugin, beside transformers in float32; and our attention function in transformers, in BF16.
+
+    All attend over the cache, so that one truth serves for prompts and decodes. The truths come first.
+    """
+    texts = {**_TEXTS, "lengths": (17, 300, 1000, 1900, 2500, 3500), "tokens": 16}
+    exact = {**texts, "attention": "eager", "dtype": "float32"}
+    found: list[Job] = []
+    for (name, model), (kv, formats) in product(HELD_AGAINST_TRANSFORMERS.items(), TRUTHS.items()):
+        for fp8 in formats:
+            options = {**exact, "fp8": fp8, "model": model}
+            found.append(Job(f"{name}-truth-{fp8 or 'exact'}", "truth", "stock", kv, 16, options=options, seconds=400))
+    for name, model in HELD_AGAINST_TRANSFORMERS.items():
+        options = {**exact, "dtype": "bfloat16", "attention": "mla_portable", "fp8": "", "model": model}
+        found.append(Job(f"{name}-function-bf16", "truth", "plugin", "auto", 16, options=options, seconds=400))
+        for who, kv in product(("stock", "plugin"), KV_DTYPES):
+            options = {**texts, "repeats": 1, "model": model}
+            label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}"
+            found.append(Job(label, "generate", who, kv, 16, "eager", options=options, seconds=300))
+    return found
+
+
 FOUR_BITS: Final = {"packed": ("packed16", "stock"), "awq": ("awq16", "stock")}
 """As OTHER_MODELS: DeepSeek-V3.2 with weights of 4 bits, as compressed-tensors (W4A16) and AWQ store them."""
 
