@@ -91,7 +91,7 @@ class Time(Model):
 
     Attributes:
         layout, heads, topk: None where the primitive has none. form: as in Request. rows, width, overlap: as in
-            `problems.bench.KernelCase`.
+            `problems.bench.KernelCase`. selection: whose lists or indexer's inputs were used; "" for random ones.
         bound: the roofline bound of the machine that ran. baseline: None where none was timed.
     """
 
@@ -104,6 +104,7 @@ class Time(Model):
     rows: Positive
     width: Annotated[int, Field(ge=0)] = 0
     overlap: Annotated[int, Field(ge=0, le=100)] = 0
+    selection: str = ""
     us: _Measured
     p10: _Measured
     p90: _Measured
@@ -119,7 +120,12 @@ class Time(Model):
     def problem(self) -> tuple[Any, ...]:
         """What times share that may be compared."""
         sizes = self.rows, self.width, self.overlap
-        return self.primitive, self.layout or "", self.heads or 0, self.topk or 0, *sizes, self.form
+        return self.primitive, self.layout or "", self.heads or 0, self.topk or 0, *sizes, self.form, self.selection
+
+    @property
+    def random(self) -> bool:
+        """What is chosen from is random and shared by no two rows on purpose: times that rank, and that tables show."""
+        return not self.overlap and not self.selection
 
 
 class Comparison(Model):
