@@ -188,7 +188,14 @@ def test_what_an_engine_does_wrong_fails(
     assert [line.passed for line in verdict(accuracy, judged, plugin_bf16_latent=broken)["plugin_bf16_latent"]] == [False] * 2
     alone = {"stock_bf16_latent": stock["stock_bf16_latent"]}
     lines = verdict(accuracy, judged, **alone, plugin_bf16_latent=stock["stock_bf16_latent"])["plugin_bf16_latent"]
-    assert [line.passed for line in lines] == [False] * 2 and "stock against itself did not run" in lines[0].found
+    assert [line.passed for line in lines] == [False] * 2 and "nothing says how stock differs from itself" in lines[0].found
+    unusable = {**stock, "stock_bf16_latent_small": broken}
+    lines = verdict(accuracy, judged, **unusable, plugin_bf16_latent=stock["stock_bf16_latent"])["plugin_bf16_latent"]
+    assert [line.passed for line in lines] == [False] * 2, "a stock without numbers is no measure"
+    other = {**stock, "stock_bf16_latent_small": engine(accuracy, judged, 5, monkeypatch, rounding=0.5)}
+    wide = engine(accuracy, judged, 6, monkeypatch, rounding=0.5)
+    lines = verdict(accuracy, judged, **other, plugin_bf16_latent=wide)["plugin_bf16_latent"]
+    assert [line.passed for line in lines] == [False] * 2 and "above 0.1" in lines[0].found
     lines = verdict(accuracy, judged, **stock, plugin_bf16_latent=[], stock_fp8_latent_small=[], stock_fp8_latent=[])
     assert lines["plugin_bf16_latent"][0].passed is lines["stock_fp8_latent"][0].passed is False
     assert lines["stock_fp8_latent_small"][0].passed is None

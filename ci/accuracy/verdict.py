@@ -36,8 +36,9 @@ MARGIN: Final = 1.5
 """Times what stock differs from itself by."""
 ERRORS: Final = 5.0
 """Standard errors of a mean that is 0 where nothing is wrong."""
-LEAST: Final = 2e-3
-"""A mean absolute difference that is never too much: one rounding of a hidden state to bfloat16 changes as much."""
+LEAST, MOST = 2e-3, 0.1
+"""A mean absolute difference that is never too much, since one rounding of a hidden state to bfloat16 changes as much, and one
+that always is, whatever stock's engines do. Of the 99th percentile ten times these."""
 ANSWERED: Final = 20 / 24
 """Share of the questions at the first length that stock must answer: a model that does not is no judge."""
 MISSED: Final = 1
@@ -121,8 +122,8 @@ class Limits:
 def limits(several: Sequence[Apart]) -> Limits:
     """From stock's own differences."""
     return Limits(
-        MARGIN * max(LEAST, *(each.mean for each in several)),
-        MARGIN * max(10 * LEAST, *(each.p99 for each in several)),
+        min(MOST, MARGIN * max(LEAST, *(each.mean for each in several))),
+        min(10 * MOST, MARGIN * max(10 * LEAST, *(each.p99 for each in several))),
         MARGIN * max(abs(each.drift) for each in several),
         MARGIN * max(abs(each.scale or 0.0) for each in several),
     )
@@ -169,14 +170,15 @@ class Verdict:
         return self._apart[key]
 
     def limits(self, asked: Asked, length: int) -> Limits | None:
-        """None where stock has fewer than two engines to say how it differs from itself."""
-        own = self.stock(asked.cache)
-        several = [pair for cache in {asked.cache, "bf16"} for pair in combinations(self.stock(cache), 2)]
-        if own and asked.per_head:
+        """None where stock has fewer than two engines to say how it differs from itself, or one whose text is no number."""
+        reference = self.reference(asked)
+        pairs = [pair for cache in {asked.cache, "bf16"} for pair in combinations(self.stock(cache), 2)]
+        if reference is not None and asked.per_head:
             others = self.stock(asked.cache, per_head=True)
             others += self.stock("bf16")[:1] if asked.cache == "fp8" else []
-            several += [(own[0], other) for other in others]
-        return limits([self.apart(*pair, length) for pair in several]) if several else None
+            pairs += [(reference, other) for other in others]
+        several = [self.apart(*pair, length) for pair in pairs]
+        return limits(several) if several and all(math.isfinite(each.mean) for each in several) else None
 
     def broken(self, asked: Asked, length: int) -> list[str] | None:
         """What is beyond a limit at a length, in words; None where nothing can be said."""
@@ -221,7 +223,7 @@ class Verdict:
             if asked.is_stock:
                 yield judge.Line(asked.name, text, None)
             elif broken is None:
-                yield judge.Line(asked.name, f"{text}; stock against itself did not run", False)
+                yield judge.Line(asked.name, f"{text}; nothing says how stock differs from itself", False)
             else:
                 problems = [*broken, *filter(None, (wrongly,))]
                 yield judge.Line(asked.name, "; ".join([text, *problems]), not problems)
