@@ -95,7 +95,7 @@ def a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 _KIT = (
     *("checkpoint", "four_bits", "other_models", "named_models", "rehearse", "selections", "jobs", "judge", "engine"),
-    *("kernel_kinds", "mixed_load", "drawn_weights", "timing", "run_logged", "faults", "kit"),
+    *("kernel_kinds", "mixed_load", "drawn_weights", "timing", "run_logged", "transformers_truth", "faults", "kit"),
 )
 _ACCURACY = (
     *("corpus", "questions", "forms", "chosen_keys", "network", "training", "stored", "own_answers", "asked_engines"),
