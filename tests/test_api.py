@@ -67,7 +67,10 @@ def test_signature_is_the_protocol_plus_backend(name: str):
         offered = [parameter for parameter in offered if parameter.name != "schedule"]
     # an implementation is bound for an order and a layout, so calls name neither
     offered = [parameter for parameter in offered if parameter.name != "ordered"]
-    last = ["kv_layout", "backend"] if Primitive.named(name).cache else ["backend"]
+    layouts = [
+        each for each in ("kv_layout", "index_layout") if Primitive.named(name).cache and each in Primitive.named(name).facts
+    ]
+    last = [*layouts, "backend"]
     own, added = offered[: -len(last)], offered[-len(last) :]
     assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in expected]
     assert [(p.name, p.kind, p.default) for p in added] == [(each, inspect.Parameter.KEYWORD_ONLY, None) for each in last]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.kit.triton_launcher import TritonLauncher
-from mla_portable_triton import bind_attention, bind_data, bind_indexer, bind_prompts, kernels
+from mla_portable_triton import bind_attention, bind_data, bind_indexer, bind_projections, bind_prompts, kernels
 
 ROWS = 65_544
 MOST = 65_535
@@ -136,10 +136,23 @@ CALLS: dict[str, Callable[[], object]] = {
         torch.zeros(1, 40_000).expand(ROWS, 40_000), made(ROWS), made(ROWS), topk=4
     ),
     "pack_selection": lambda: bound(bind_prompts, "pack_selection")(made(ROWS, 4), width=64),
+    "norm_rope_write": lambda: projected(),
+    "rope_quantize_queries": lambda: bound(bind_projections, "rope_quantize_queries")(
+        rows(1, 192), None, None, made(ROWS, **SLOTS), torch.zeros(2, 64), q_out=rows(1, 576)
+    ),
     "concat_mla_k": lambda: bound(bind_prompts, "concat_mla_k")(rows(1, 128), rows(1, 64)),
     "masked_prefill, a request": lambda: masked(torch.tensor([0, ROWS], dtype=INT32), ROWS),
     "masked_prefill, requests": lambda: masked(starts(), 1),
 }
+
+
+def projected() -> None:
+    weights, keys = {"q_norm": torch.zeros(64), "kv_norm": torch.zeros(512)}, made(2, 64, 132, dtype=torch.uint8)
+    bound(bind_projections, "norm_rope_write")(
+        *(rows(64), rows(576), rows(128), made(ROWS, **SLOTS), torch.zeros(2, 64)), **weights,
+        index_norm=(torch.zeros(128), torch.zeros(128)), eps=1e-6, kv_cache=cache("fp8_ds_mla"),
+        slot_mapping=made(ROWS, **SLOTS), index_cache=keys, q_out=rows(64),
+    )  # fmt: skip
 
 
 def masked(start_loc: Tensor, longest: int) -> None:

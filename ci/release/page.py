@@ -67,6 +67,12 @@ _KERNELS: Final = (
         ("cache_write", "convert_indices", "gather_upconvert", "merge_states"),
         "mla-portable bench kernels --primitive cache_write --out run.json.gz",
     ),
+    Section(
+        "Between the projections",
+        "Rows are tokens, with DeepSeek-V3.2's widths and indexer.",
+        ("norm_rope_write", "rope_quantize_queries"),
+        "mla-portable bench kernels --primitive norm_rope_write --primitive rope_quantize_queries --out run.json.gz",
+    ),
 )
 
 

@@ -54,5 +54,7 @@ from mla_portable.primitives.indexer_select import *
 from mla_portable.primitives.pack_selection import *
 from mla_portable.primitives.concat_mla_k import *
 from mla_portable.primitives.masked_prefill import *
+from mla_portable.primitives.norm_rope_write import *
+from mla_portable.primitives.rope_quantize_queries import *
 from mla_portable.primitives._select_in_parts import SELECT_SCRATCH_BYTES as SELECT_SCRATCH_BYTES
 from mla_portable.primitives._select_in_parts import SelectInParts as SelectInParts

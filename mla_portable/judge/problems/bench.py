@@ -79,7 +79,8 @@ class KernelCase:
 
     Attributes:
         rows: batch rows (sparse_decode), tokens (sparse_prefill, masked_prefill, concat_mla_k, pack_selection, convert_indices,
-            cache_write), workspace rows (gather_upconvert) or rows of scores (topk_select).
+            cache_write, norm_rope_write, rope_quantize_queries), workspace rows (gather_upconvert) or rows of scores
+            (topk_select).
         kv_layout, num_heads, topk: None where the primitive has none; topk of masked_prefill also where nothing is masked.
         width: tokens of the cache, of a prompt, rows of the workspace or scores of a row that are chosen from; 0 where nothing
             is chosen.

@@ -31,8 +31,10 @@ from mla_portable.primitives import (
     INDEXER_SELECT,
     MASKED_PREFILL,
     MERGE_STATES,
+    NORM_ROPE_WRITE,
     PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
+    ROPE_QUANTIZE_QUERIES,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -53,6 +55,7 @@ from mla_portable_triton.bind_indexer import (
     bind_indexer_select,
     bind_topk_select,
 )
+from mla_portable_triton.bind_projections import bind_norm_rope_write, bind_rope_quantize_queries
 from mla_portable_triton.bind_prompts import bind_concat_mla_k, bind_masked_prefill, bind_pack_selection
 from mla_portable_triton.support import NAME, SUPPORT, check, check_triton_3
 
@@ -99,6 +102,8 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(PACK_SELECTION, bind_pack_selection))
     registrar.add(_offer(CONCAT_MLA_K, bind_concat_mla_k))
     registrar.add(_offer(MASKED_PREFILL, bind_masked_prefill))
+    registrar.add(_offer(NORM_ROPE_WRITE, bind_norm_rope_write))
+    registrar.add(_offer(ROPE_QUANTIZE_QUERIES, bind_rope_quantize_queries))
     registrar.add_costs(resources.files(_PACKAGE) / "costs")
     registrar.add_tunables(_tunables)
 

@@ -29,8 +29,10 @@ from mla_portable.primitives import (
     INDEXER_SELECT,
     MASKED_PREFILL,
     MERGE_STATES,
+    NORM_ROPE_WRITE,
     PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
+    ROPE_QUANTIZE_QUERIES,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -92,6 +94,8 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     INDEXER_LOGITS: _support("indexer_logits", **_SCORES),
     INDEXER_LOGITS_RAGGED: _support("indexer_logits_ragged", **_SCORES),
     INDEXER_SELECT: _support("indexer_select", **_SCORES, context_parallel=True),
+    NORM_ROPE_WRITE: _support("norm_rope_write", kv_layouts=(*_LAYOUTS, *_INDEX), ends_in_order=True),
+    ROPE_QUANTIZE_QUERIES: _support("rope_quantize_queries", kv_layouts=(), ends_in_order=True),
 }
 
 
