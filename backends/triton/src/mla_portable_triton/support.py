@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from mla_portable.accelerator import is_device_error
 from mla_portable.contracts import DeviceFacts, Primitive, Reason, Support
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, INDEX_BF16, INDEX_FP8
+from mla_portable.layouts import BF16, BF16_128_32, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, INDEX_BF16, INDEX_FP8
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONCAT_MLA_K,
@@ -48,7 +48,7 @@ _ATTENTION_SHARED_MEMORY: Final = 48 << 10
 """Bytes: what the smallest attention configuration (`attention_configs`) and the indexer's tile keep within."""
 
 
-_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_NOPE.name, FP8_V4.name)
+_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_NOPE.name, FP8_V4.name, BF16_128_32.name)
 _INDEX: Final = (INDEX_BF16.name, INDEX_FP8.name)
 
 

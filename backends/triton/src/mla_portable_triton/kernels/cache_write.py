@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
-from mla_portable.layouts import BF16, BF16_NOPE, E4M3_MAX, FP8_DS_MLA, FP8_NOPE, FP8_V4, POW2_MIN_EXPONENT
+from mla_portable.layouts import BF16, BF16_128_32, BF16_NOPE, E4M3_MAX, FP8_DS_MLA, FP8_NOPE, FP8_V4, POW2_MIN_EXPONENT
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
 from mla_portable_triton.kernels.config import Config, config_for
@@ -30,7 +30,6 @@ from mla_portable_triton.kernels.row_layout import (
     BF16_ROWS,
     FP8_ROWS,
     GROUP,
-    LATENT,
     ROPE_BYTE,
     SCALE_BYTE,
     V4_CODES,
@@ -82,6 +81,7 @@ def cache_write_kernel(
     block_stride,
     CACHE_BLOCK: tl.constexpr,
     ROPE: tl.constexpr,  # width of k_pe; 0: there is none, and its pointer is not read
+    LATENT: tl.constexpr,  # width of the latent: 512, of BF16_ROWS also 128
     ROWS: tl.constexpr,  # the layout, see `row_layout`
     POW2: tl.constexpr,
     E4M3_NATIVE: tl.constexpr,
@@ -163,7 +163,7 @@ def launch(
     bf16_native: bool,
     config: Config,
 ) -> None:
-    """Write the tokens' rows of `kv_cache`, of kv_c [T, 512] and k_pe [T, 64] or [T, 0]. Graph-safe.
+    """Write the tokens' rows of `kv_cache`, of kv_c [T, LATENT] and k_pe [T, ROPE] or [T, 0]. Graph-safe.
 
     Rows of `kv_c` and `k_pe` and blocks of the cache may lie apart; rows within a block are contiguous.
     """
@@ -183,6 +183,7 @@ def launch(
         kv_cache.stride(0),
         CACHE_BLOCK=kv_cache.shape[1],
         ROPE=k_pe.shape[1],
+        LATENT=kv_c.shape[1],
         ROWS=rows_of(kv_cache.element_size(), kv_cache.shape[2]),
         POW2=pow2,
         E4M3_NATIVE=e4m3_native and in_whole_vectors(kv_cache),
@@ -197,7 +198,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
     """All layouts, both scale formats, both input types; e4m3 encoded by bits, as every target can, or natively."""
     config = config_for(CONFIGS, arch)
     fp8 = ((FP8_DS_MLA, True, "bf16"), (FP8_DS_MLA, False, "fp16"), (FP8_NOPE, False, "bf16"), (FP8_V4, True, "bf16"))
-    rows = (*fp8, (BF16, True, "fp16"), (BF16_NOPE, True, "bf16"))
+    rows = (*fp8, (BF16, True, "fp16"), (BF16_NOPE, True, "bf16"), (BF16_128_32, True, "bf16"))
     return [
         variant(
             cache_write_kernel,
@@ -209,6 +210,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
             slot_ptr="*i64",
             CACHE_BLOCK=64,
             ROPE=layout.rope_width,
+            LATENT=layout.value_width,
             ROWS=rows_of_layout(layout),
             POW2=pow2,
             E4M3_NATIVE=encodes_natively(arch, e4m3_native),
