@@ -25,6 +25,7 @@ from mla_portable.primitives import (
     GATHER_UPCONVERT,
     INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_BLOCKS,
     INDEXER_LOGITS_RAGGED,
     INDEXER_SELECT,
     MASKED_PREFILL,
@@ -91,6 +92,9 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     INDEXER_CACHE_WRITE: _support("indexer_cache_write", kv_layouts=_INDEX),
     INDEXER_LOGITS: _support("indexer_logits", **_SCORES),
     INDEXER_LOGITS_RAGGED: _support("indexer_logits_ragged", **_SCORES),
+    INDEXER_LOGITS_BLOCKS: _support(
+        "indexer_logits_blocks", kv_layouts=(), max_heads=128, min_shared_memory=_ATTENTION_SHARED_MEMORY
+    ),
     INDEXER_SELECT: _support("indexer_select", **_SCORES, context_parallel=True),
 }
 
