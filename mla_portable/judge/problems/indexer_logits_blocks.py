@@ -104,7 +104,9 @@ class IndexerLogitsBlocksParams(Params):
     """
 
     primitive = INDEXER_LOGITS_BLOCKS
-    says = "{form}! h{heads}! t{tokens}! n{blocks}! b{block_tokens}! p{pages}! {chosen}! in{inputs} out{outputs} absent_{absent}"
+    says = (
+        "{form}! h{heads}! t{tokens}! n{blocks}! b{block_tokens}! p{pages}! {chosen}! in{inputs} out{outputs} absent_{absent}"
+    )
     asks = "num_heads=heads"
     form: str = _MXFP8
     heads: int
