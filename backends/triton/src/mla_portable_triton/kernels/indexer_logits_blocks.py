@@ -4,7 +4,7 @@
 slot      starts[token, column // block_tokens] + column % block_tokens; its page is slot // page
 number    e4m3 or e2m1 times the e8m0 scale of its 32 columns: a bfloat16, exactly, of which the products are made
 score     sum_h weight[h] * max(q[h] . k, 0), in float32, rounded once; -inf for what no block has, and for NaN
-e2m1      two in a byte: the even columns and the odd ones are multiplied apart, so that none changes its place
+halves    64 columns are multiplied at a time; of e2m1, two in a byte, the even ones and the odd ones, so that none moves
 
 A tile has BLOCK_N columns of one token, whose queries it loads; a tile without a key that is seen loads none.
 Cost of a key: 132 B, or 68 B of MXFP4, and 8 B for each block; 2 B written. 2,048 blocks of 8 are 2.2 MB a token, or 1.1 MB.
@@ -28,8 +28,8 @@ from mla_portable_triton.kernels.e4m3_decode import e4m3_to_float32
 from mla_portable_triton.kernels.index_keys import head_block
 from mla_portable_triton.kernels.row_layout import e8m0_to_float32
 
-CONFIGS: Final = {"default": Config(tile=64, num_warps=4)}  # tile: columns; untuned
-_KEY = tl.constexpr(INDEX_HEAD_SIZE)
+CONFIGS: Final = {"default": Config(tile=64, num_warps=8)}  # tile: columns; untuned, but 4 warps spill on sm90 and sm100
+_HALF = tl.constexpr(INDEX_HEAD_SIZE // 2)
 _FREE: Final = [
     *("num_columns", "num_slots", "out_stride", "starts_stride", "lengths_stride", "along"),
     *("q_stride_t", "q_stride_h", "q_scale_stride_t", "weight_stride", "page_stride", "scale_stride"),
@@ -52,21 +52,18 @@ def _e2m1_to_float32(nibble):
 
 
 @triton.jit
-def _operands(rows, packed, there, FP4: tl.constexpr, E4M3_NATIVE: tl.constexpr, BF16_NATIVE: tl.constexpr):
-    """Operands of tl.dot of the rows of bytes at `rows` [R], 0 where not `there`: all 128 columns, twice; of FP4 the 64 even
-    ones and the 64 odd ones."""
-    WIDTH: tl.constexpr = _KEY // 2 if FP4 else _KEY
-    c = tl.arange(0, WIDTH)  # [WIDTH]
-    byte = tl.load(rows[:, None] + c[None, :], mask=there[:, None], other=0)  # [R, WIDTH]
-    scale = _scales(packed, c, WIDTH // 4)  # [R, WIDTH]
+def _half(rows, packed, there, SECOND: tl.constexpr, FP4: tl.constexpr, E4M3_NATIVE: tl.constexpr, BF16_NATIVE: tl.constexpr):
+    """64 of the 128 columns of the rows of bytes at `rows` [R] as an operand of tl.dot, 0 where not `there`: of FP4 the even
+    ones, which lie in lower halves of bytes, or the odd ones, else the first or the last."""
+    c = tl.arange(0, _HALF)  # [_HALF]
     if FP4:
-        wide = byte.to(tl.int32)
-        even = dot_operand(_e2m1_to_float32(wide) * scale, BF16_NATIVE)
-        odd = dot_operand(_e2m1_to_float32(wide >> 4) * scale, BF16_NATIVE)
+        byte = tl.load(rows[:, None] + c[None, :], mask=there[:, None], other=0).to(tl.int32)  # [R, _HALF]
+        values = _e2m1_to_float32(byte >> 4 if SECOND else byte) * _scales(packed, c, _HALF // 4)
     else:
-        even = dot_operand(e4m3_to_float32(byte, E4M3_NATIVE, BF16_NATIVE) * scale, BF16_NATIVE)
-        odd = even
-    return even, odd
+        c += _HALF if SECOND else 0
+        byte = tl.load(rows[:, None] + c[None, :], mask=there[:, None], other=0)  # [R, _HALF]
+        values = e4m3_to_float32(byte, E4M3_NATIVE, BF16_NATIVE) * _scales(packed, c, _HALF // 2)
+    return dot_operand(values, BF16_NATIVE)
 
 
 @triton.jit(
@@ -97,16 +94,15 @@ def blocks_kernel(
         rest = slot % PAGE
         packed = tl.load(scale_ptr + (page * scale_stride + rest), mask=seen, other=0)  # [BLOCK_N]
         key_rows = key_ptr + (page * page_stride + rest * row_stride)  # [BLOCK_N] pointers
-        keys, odd_keys = _operands(key_rows, packed, seen, FP4, E4M3_NATIVE, BF16_NATIVE)
         h = tl.arange(0, BLOCK_H)  # [BLOCK_H]
         in_heads = h < NUM_HEADS
         packed_q = tl.load(q_scale_ptr + token * q_scale_stride_t + h, mask=in_heads, other=0)
         q_rows = q_ptr + token * q_stride_t + h * q_stride_h
-        q, odd_q = _operands(q_rows, packed_q, in_heads, FP4, E4M3_NATIVE, BF16_NATIVE)
         weight = tl.load(weight_ptr + token * weight_stride + h, mask=in_heads, other=0.0)
-        dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, BLOCK_H]
-        if FP4:
-            dots += tl.dot(odd_keys, tl.trans(odd_q))
+        keys = _half(key_rows, packed, seen, False, FP4, E4M3_NATIVE, BF16_NATIVE)  # [BLOCK_N, 64]
+        dots = tl.dot(keys, tl.trans(_half(q_rows, packed_q, in_heads, False, FP4, E4M3_NATIVE, BF16_NATIVE)))
+        keys = _half(key_rows, packed, seen, True, FP4, E4M3_NATIVE, BF16_NATIVE)
+        dots += tl.dot(keys, tl.trans(_half(q_rows, packed_q, in_heads, True, FP4, E4M3_NATIVE, BF16_NATIVE)))
         dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
         scores = tl.sum(tl.where(in_heads[None, :], dots * to_float32(weight, BF16_NATIVE)[None, :], 0.0), 1)
         scores = tl.where(seen & (scores == scores), scores, float("-inf"))  # not NaN
