@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of indexer_logits_prefill on a CPU, behind what a launch packs for it: see indexer_on_cpu.cpp. It needs g++."""
+"""The sources of the kernels of indexer_logits on a CPU, behind what a launch packs: see indexer_on_cpu.cpp. It needs g++."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from attention_model import FUNCTION
 from source_on_cpu import compiled
 
 from mla_portable_nvidia import native
-from mla_portable_nvidia.native.indexer_logits import PrefillBuild
+from mla_portable_nvidia.native.indexer_logits import IndexerBuild
 
-__all__ = ["EmulatedPrefill"]
+__all__ = ["EmulatedScores"]
 
 
 @functools.cache
-def _library(build: PrefillBuild) -> ctypes.CDLL:
+def _library(build: IndexerBuild) -> ctypes.CDLL:
     header, source = (
         files(native).joinpath(name).read_text(encoding="utf-8") for name in ("indexer_logits.cuh", f"{build.kernel}.cu")
     )
@@ -30,13 +30,14 @@ def _library(build: PrefillBuild) -> ctypes.CDLL:
     source = FUNCTION.sub(lambda found: "" if re.search(r"\basm\b", found[0]) else found[0], header + source)
     source = source.replace('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', "")
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)memory.data();", source)
-    return compiled(source, "indexer_on_cpu.cpp", build.defines, ctypes.c_char_p, *[ctypes.c_int] * 3)
+    defines = *build.defines, ("FUNCTION", build.kernel)
+    return compiled(source, "indexer_on_cpu.cpp", defines, ctypes.c_char_p, *[ctypes.c_int] * 4)
 
 
-class EmulatedPrefill:
+class EmulatedScores:
     """The build, loaded. stride: how far the next thread is that gets its turn; grids: of its launches."""
 
-    def __init__(self, build: PrefillBuild, stride: int = 77) -> None:
+    def __init__(self, build: IndexerBuild, stride: int = 77) -> None:
         self._build, self._stride, self.grids = build, stride, list[tuple[int, int]]()
 
     def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Callable[..., None]:
@@ -45,6 +46,6 @@ class EmulatedPrefill:
         def launch(*changing: Any) -> None:
             self.grids.append(grid)
             packed = struct.pack(f"{self._build.changing} {self._build.fixed}", *changing, *fixed)
-            _library(self._build).launch(packed, grid[0], self._build.shared_bytes, self._stride)
+            _library(self._build).launch(packed, grid[0], self._build.threads, self._build.shared_bytes, self._stride)
 
         return launch

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The source of indexer_logits_prefill on a CPU, built with VISIBLE. KERNEL is the source without the functions that are inline
-// assembly (indexer_model.py); here is what they do. Products are computed where they are begun, from what shared memory has
-// then; a copy arrives when it is waited for, and not before.
+// The source of indexer_logits_prefill or indexer_logits_decode (FUNCTION) on a CPU, built with VISIBLE. KERNEL is the source
+// without the functions that are inline
+// assembly (indexer_model.py); here is what they do. Products are computed where they are begun, from what shared memory has then;
+// a copy arrives when it is waited for, and not before.
 
 #define __CUDA_ARCH__ 900
 #define VISIBLE 1
@@ -11,6 +12,9 @@
 #include <array>
 
 static i64 min(i64 a, i64 b) { return a < b ? a : b; }
+static i64 __shfl_sync(unsigned, i64 value, int lane) {
+    return warp(value, [=](const long long* of) { return of[lane]; });
+}
 static float minus_infinity() { return -INFINITY; }
 
 struct Block { operator int() const { return (int)value; } u32 value; };
@@ -37,6 +41,25 @@ static void await_copies() {
     }
     copies[current].clear();
 }
+
+struct Page { u32 to; const u8* from; u32 bytes; };
+static std::map<u32, std::vector<Page>> pages;  // by barrier
+static u64 read_once() { return 0; }
+static bool copy_for(u32 barrier) {
+    auto& all = pages[barrier];
+    if (all.empty()) return false;
+    const Page page = all.front();
+    all.erase(all.begin());
+    std::memcpy(&memory[page.to], page.from, page.bytes);
+    barrier_count(barrier, 0, -(int)page.bytes);
+    return true;
+}
+static void copy_bytes(u32 to, const u8* from, u32 barrier, u32 bytes) {
+    if (to % 16 || (size_t)from % 16 || to + bytes > shared_bytes) fail("a copy to or from an odd place");
+    std::memset(&memory[to], 0xEE, bytes);
+    pages[barrier].push_back({to, from, bytes});
+}
+#define copy_page(to, from, barrier, policy) copy_bytes(to, from, barrier, PAGE_BYTES)
 
 static float of_e4m3(u32 code) {
     const int exponent = code >> 3 & 15;
@@ -72,20 +95,21 @@ static void end_products(float (&)[HALF]) {}
 #include KERNEL
 
 static void run() {
-    apply(indexer_logits_prefill);
+    apply(FUNCTION);
     next_thread();
 }
 
 // Blocks one after another; stride: see cuda_on_cpu.h.
-extern "C" void launch(const char* arguments, int blocks, int shared, int stride) {
-    const int threads = CONSUMERS + 32 * COPIERS;
-    packed = arguments;
+extern "C" void launch(const char* arguments, int blocks, int threads, int shared, int stride) {
+    packed = arguments, copy_arrives = copy_for;
     readable = {{nullptr, (const char*)~0ull}};
     for (int i = 0; i < 256; ++i) numbers[i] = of_e4m3(i);
     operands.resize(threads), copies.assign(threads, {});
     gridDim.x = blocks;
     for (blockIdx.x.value = 0; (int)blockIdx.x.value < blocks; ++blockIdx.x.value) {
-        phases.clear();
+        phases.clear(), named.clear(), pages.clear();
         run_blocks(1, threads, shared, stride, run);
+        for (const auto& each : pages)
+            if (!each.second.empty()) fail("a copy that nobody waits for");
     }
 }

@@ -91,8 +91,11 @@ class Model:
         memory(at.begins, torch.int32, (at.num_rows,), (1,)).zero_()
         memory(at.ends, torch.int32, (at.num_rows,), (1,)).copy_(seen)
         sees = torch.arange(at.num_logits) < seen.unsqueeze(1)
-        if self.build in PREFILL.values():
-            found[(seen <= at.all_chosen).unsqueeze(1) & (found > -math.inf)] = 0.0
+        most = seen
+        if self.build in DECODE.values():  # by request: what its last token sees
+            of = torch.searchsorted(starts[1:], torch.arange(at.first_token, last, dtype=torch.int32), right=True)
+            most = seen[(starts[1:].clamp(max=last)[of] - 1 - at.first_token).long()]
+        found[(most <= at.all_chosen).unsqueeze(1) & (found > -math.inf)] = 0.0
         out.copy_(torch.where(sees, found, torch.nan))  # what is not seen is not written
 
 

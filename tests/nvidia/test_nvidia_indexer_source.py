@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of indexer_logits_prefill on a CPU: which scores it writes, for any share of the work, and their values."""
+"""The sources of indexer_logits on a CPU: which scores they write, for any share of the work, and their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from indexer_model import EmulatedPrefill
+from indexer_model import EmulatedScores
 from source_on_cpu import COMPILER
 from test_nvidia_indexer_logits import problem, request
 
@@ -21,7 +21,7 @@ from mla_portable.primitives.indexer_logits import reference
 from mla_portable.primitives.indexer_select import reference as select_reference
 from mla_portable.primitives.topk_select import reference as topk_reference
 from mla_portable_nvidia.native import indexer_logits as indexer
-from mla_portable_nvidia.native.indexer_logits import PREFILL, NativeScores
+from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, NativeScores
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -29,11 +29,10 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.fixture
 def emulated(monkeypatch):
     """Of 32 heads; `sms`: multiprocessors that launches are made for. Every stride of the threads takes a turn."""
-    kernel, facts = EmulatedPrefill(PREFILL[32]), SimpleNamespace(sms=132)
-    monkeypatch.setattr(indexer, "load", lambda build, target, index: kernel if build == PREFILL[32] else None)
+    kernels = {build: EmulatedScores(build) for build in (PREFILL[32], DECODE[32, 1], DECODE[32, 2])}
+    monkeypatch.setattr(indexer, "load", lambda build, target, index: kernels.get(build))
     monkeypatch.setattr(indexer, "index_of", lambda request: 0)
-    facts.kernel = kernel
-    return facts
+    return SimpleNamespace(sms=132, kernel=kernels[PREFILL[32]], kernels=kernels)
 
 
 def scores_of(emulated, primitive, sms, **more):
@@ -124,6 +123,60 @@ def test_tokens_whose_positions_are_all_chosen_are_not_scored(emulated, first, c
     assert torch.equal(out[sees & ~short], whole[first : first + count][sees & ~short])
 
 
+DECODES = {
+    "one": ([1], [190], 1),
+    "one token each": ([1, 1, 1, 1], [190, 64, 3, 0], 1),
+    "drafts": ([2, 2, 1], [190, 31, 100], 2),
+    "three each": ([3, 3], [150, 66], 2),
+}
+
+
+@pytest.mark.parametrize("sms", [1, 3, 132])
+@pytest.mark.parametrize("name", DECODES)
+def test_decode_writes_every_score_once(emulated, name, sms):
+    queries, lengths, tokens = DECODES[name]
+    arguments = batch(queries, lengths, 3, holes=True)
+    rows = len(arguments[0])
+    out = torch.full((rows, 201), 7.0)
+    scores_of(emulated, INDEXER_LOGITS, sms)(out[:, :192], None, *arguments)
+    want = reference(*arguments, out=torch.empty(rows, 192))
+    assert (out[:, 192:] == 7).all() and torch.equal(out[:, :192] == -math.inf, want == -math.inf)
+    finite = want > -math.inf
+    torch.testing.assert_close(out[:, :192][finite], want[finite], rtol=1e-4, atol=1e-2)
+    assert len(emulated.kernels[DECODE[32, tokens]].grids) == 1
+
+
+@pytest.mark.parametrize("sms", [1, 132])
+@pytest.mark.parametrize(
+    ("queries", "lengths", "columns", "all_chosen"),
+    [
+        *((*DECODES[name][:2], 3, all_chosen) for name in DECODES for all_chosen in (0, 30, 31, 2048)),
+        ([2], [1000], 16, 999),  # the first token sees as many, its request is scored
+    ],
+)
+def test_decode_does_not_score_requests_whose_positions_are_all_chosen(emulated, sms, queries, lengths, columns, all_chosen):
+    """They get 0 where there is a page, and none of their keys is read; the others get the same bits as without."""
+    arguments = batch(queries, lengths, columns, holes=True)
+    scores, rows, width = scores_of(emulated, INDEXER_SELECT, sms, topk=64), sum(queries), columns * 64
+    whole = torch.full((rows, width), torch.nan)
+    scores(whole, torch.empty((2, rows), dtype=torch.int32), *arguments)
+    arguments[2] = arguments[2].clone()
+    of_short = [at for at, length in enumerate(lengths) if length <= all_chosen]
+    for page in arguments[5][of_short].flatten().tolist():
+        if 0 <= page < len(arguments[2]):
+            arguments[2][page].fill_(0xFF)  # NaN
+    out, bounds = torch.full((rows, width), torch.nan), torch.full((2, rows), -7, dtype=torch.int32)
+    scores(out, bounds, *arguments, all_chosen=all_chosen)
+    tokens = [(n, max(n - count + 1 + i, 0)) for count, n in zip(queries, lengths, strict=True) for i in range(count)]
+    most, seen = torch.tensor(tokens).unbind(dim=1)
+    assert (bounds[0] == 0).all() and torch.equal(bounds[1], seen.to(torch.int32))
+    sees = torch.arange(width) < seen.unsqueeze(1)
+    short = sees & (most <= all_chosen).unsqueeze(1)
+    assert out[~sees].isnan().all()
+    assert torch.equal(out[short], torch.where(whole > -math.inf, 0.0, -math.inf)[short])
+    assert torch.equal(out[sees & ~short], whole[sees & ~short])
+
+
 @pytest.mark.parametrize("scratch", [64 << 20, 40_000])
 def test_a_selection_in_parts_is_that_of_the_reference(emulated, monkeypatch, scratch):
     monkeypatch.setattr(parts, "SELECT_SCRATCH_BYTES", scratch)
@@ -136,7 +189,7 @@ def test_a_selection_in_parts_is_that_of_the_reference(emulated, monkeypatch, sc
 
 
 def test_64_heads(monkeypatch):
-    kernel = EmulatedPrefill(PREFILL[64], stride=0)
+    kernel = EmulatedScores(PREFILL[64], stride=0)
     monkeypatch.setattr(indexer, "load", lambda build, target, index: kernel if build == PREFILL[64] else None)
     monkeypatch.setattr(indexer, "index_of", lambda request: 0)
     arguments = problem([21, 9], [21, 130])

@@ -55,7 +55,8 @@ class IndexerBuild(KernelBuild):
 
     headers: ClassVar[tuple[str, ...]] = ("instructions.cuh", "indexer_logits.cuh")
     changing: ClassVar[str] = "9P 2i"  # out, begins, ends, q, weights, cache, starts, lens, table; first token, rows
-    fixed: ClassVar[str] = "4i 6q"  # requests, blocks, widths of the table and of the scores; strides
+    # requests, blocks, widths of the table and of the scores; strides; tokens that see no more positions are not scored
+    fixed: ClassVar[str] = "4i 6q i"
     archs: ClassVar[Mapping[str, str]] = MappingProxyType({"sm90": "sm_90a"})
 
     heads: int
@@ -98,7 +99,6 @@ class PrefillBuild(IndexerBuild):
     """A block for four pages at a time and tokens that see them, two at a time."""
 
     kernel: ClassVar[str] = "indexer_logits_prefill"
-    fixed: ClassVar[str] = f"{IndexerBuild.fixed} i"  # a token that sees no more positions is not scored
 
     @property
     def label(self) -> str:
@@ -156,7 +156,7 @@ class NativeScores:
         Args:
             bounds: None to write all of `out`; or [2, T'] int32, where it is written which positions each token sees, the
                 only ones that are written.
-            all_chosen: as of SeenScores; prefill leaves such scores out.
+            all_chosen: as of SeenScores; such scores are left out.
             The rest: see IndexerLogits.
         """
         q, rows = aligned(q), out.shape[0]
@@ -193,10 +193,11 @@ class NativeScores:
         fixed = (
             *(num_requests, index_cache.shape[0], columns, num_logits),
             *(index_cache.stride(0), block_table.stride(0), out.stride(0), q.stride(0), q.stride(1), weights.stride(0)),
+            all_chosen,
         )
         if num_tokens >= _TOKENS_A_REQUEST * num_requests:
             blocks = min(-(-num_logits // _TILE) * (-(-rows // _UNIT) + num_requests), facts.num_sms)
-            return self._kernel(PREFILL[num_heads], q).prepare((blocks, 1), 1, *fixed, all_chosen)
+            return self._kernel(PREFILL[num_heads], q).prepare((blocks, 1), 1, *fixed)
         build = DECODE[num_heads, 1 if num_tokens <= num_requests else 2]
         blocks = min(-(-num_logits // _PAGE) * rows, facts.num_sms * build.blocks_per_sm)
         return self._kernel(build, q).prepare((blocks, 1), 1, *fixed)

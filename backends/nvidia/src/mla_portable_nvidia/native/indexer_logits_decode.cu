@@ -8,7 +8,9 @@
 // Pages are copied as they lie. A thread loads 16 bytes of a key at a time, 16 t and 64 + 16 t on, so word i of these is what
 // product i takes of the thread; queries lie in that order.
 //
-// begins null: every score of the row is written, -inf where the token does not see. Otherwise only what it sees, and its bounds.
+// begins null: every score of the row is written, -inf where the token does not see. Otherwise only what it sees, and its bounds;
+// and a request whose last token sees at most `all_chosen` positions is not scored: its tokens' scores are 0 where there is a
+// page, and -inf elsewhere.
 
 #include "instructions.cuh"
 #include "indexer_logits.cuh"
@@ -19,16 +21,16 @@
 #define BARRIERS_AT (STAGES_AT + STAGES * PAGE_BYTES)  // full, then empty
 #define THERE_AT (BARRIERS_AT + 16 * STAGES)           // whether the page is in the cache, bytes
 
-struct Pages {         // of one request
+struct Pages {         // of one request that is scored; none of another
     int token, count;  // the tokens that there are of it
     int pages;         // that the last of them sees some of
     i64 after_own;     // added to a token, its own position
 
-    __device__ __forceinline__ Pages(const Arguments& a, const Bounds& of) {
+    __device__ __forceinline__ Pages(const Arguments& a, const Bounds& of, int all_chosen) {
         const i64 length = min(max(of.length, 0), a.table_width * PAGE);
         const int first = max(of.begin, a.first_token), last = min(of.end, a.first_token + a.num_rows);
         const i64 seen = min(last + length - of.end, (i64)a.num_logits);
-        const bool any = first < last && seen > 0;
+        const bool any = first < last && seen > all_chosen;
         token = first, count = any ? last - first : 0, pages = any ? (int)((seen + PAGE - 1) / PAGE) : 0;
         after_own = length - of.end;
     }
@@ -38,11 +40,11 @@ struct Pages {         // of one request
 // Call take(request, token, count, after_own, page, stop) for each run of this block's share: pages [page, stop) of the request,
 // for `count` tokens, at most TOKENS, from `token` on. All lanes of a warp take part.
 template <typename Take>
-__device__ __forceinline__ void for_runs(const Arguments& a, int lane, Take take) {
+__device__ __forceinline__ void for_runs(const Arguments& a, int all_chosen, int lane, Take take) {
     int total = 0;
     for (int first = 0; first < a.num_requests; first += 64) {
         const Bounds low(a, first + lane), high(a, first + 32 + lane);  // loads that do not wait for each other
-        total += Pages(a, low).listed() + Pages(a, high).listed();
+        total += Pages(a, low, all_chosen).listed() + Pages(a, high, all_chosen).listed();
     }
     total = __reduce_add_sync(~0u, total);
     const int blocks = gridDim.x, each = total / blocks, rest = total % blocks;
@@ -50,7 +52,7 @@ __device__ __forceinline__ void for_runs(const Arguments& a, int lane, Take take
     int next = begin_of(blockIdx.x), before = 0;  // in the list; of the requests in front of these 32
     const int end = begin_of(blockIdx.x + 1);
     for (int first = 0; next < end; first += 32) {
-        const Pages own(a, Bounds(a, first + lane));
+        const Pages own(a, Bounds(a, first + lane), all_chosen);
         const int to_here = sum_to(own.listed(), lane) + before;
         before = __shfl_sync(~0u, to_here, 31);
         while (next < min(end, before)) {
@@ -64,12 +66,22 @@ __device__ __forceinline__ void for_runs(const Arguments& a, int lane, Take take
     }
 }
 
-__device__ __forceinline__ void copy_pages(const Arguments& a, u8* smem, u32 full, u32 empty, int lane) {
+// The L2 policy of pages: they are read once.
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void copy_page(u32 to, const u8* from, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "n"(PAGE_BYTES), "r"(barrier), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void copy_pages(const Arguments& a, u8* smem, int all_chosen, u32 full, u32 empty, int lane) {
     const u32 stages = smem_u32(smem) + STAGES_AT;
-    u64 read_once;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(read_once));
+    const u64 policy = read_once();
     Stage stage = {0, 0};
-    for_runs(a, lane, [&](int request, int, int, i64, int page, int stop) {
+    for_runs(a, all_chosen, lane, [&](int request, int, int, i64, int page, int stop) {
         const int* blocks = a.table + request * a.table_stride;
         int block = 0;
         for (int k = 0; page + k < stop; ++k, stage.next()) {
@@ -81,11 +93,7 @@ __device__ __forceinline__ void copy_pages(const Arguments& a, u8* smem, u32 ful
                 at<u8>(smem, THERE_AT + s) = there;
                 if (there) {
                     barrier_expect(full + 8 * s, PAGE_BYTES);
-                    asm volatile(
-                        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                            stages + s * PAGE_BYTES),
-                        "l"(a.cache + from * a.block_stride), "n"(PAGE_BYTES), "r"(full + 8 * s), "l"(read_once)
-                        : "memory");
+                    copy_page(stages + s * PAGE_BYTES, a.cache + from * a.block_stride, full + 8 * s, policy);
                 } else {
                     barrier_arrive(full + 8 * s);
                 }
@@ -112,11 +120,12 @@ __device__ __forceinline__ void load_queries(const Arguments& a, u8* smem, int t
     }
 }
 
-__device__ __forceinline__ void score_pages(const Arguments& a, u8* smem, u32 full, u32 empty, int warp, int lane) {
+__device__ __forceinline__ void score_pages(
+    const Arguments& a, u8* smem, int all_chosen, u32 full, u32 empty, int warp, int lane) {
     const int g = lane >> 2, t = lane & 3, key = 16 * warp + g, own = key + 8 * (t & 1);
     const float* weights = &at<float>(smem, WEIGHTS_AT);
     Stage stage = {0, 0};
-    for_runs(a, lane, [&](int, int token, int count, i64 after_own, int page, int stop) {
+    for_runs(a, all_chosen, lane, [&](int, int token, int count, i64 after_own, int page, int stop) {
         meet<CONSUMERS>(1);  // nobody multiplies by the queries before
         load_queries(a, smem, token, count);
         async_fence();
@@ -162,15 +171,27 @@ __device__ __forceinline__ void fill_rows(const Arguments& a, int lane) {
     }
 }
 
-// The bounds of the tokens, which blocks share.
-__device__ __forceinline__ void write_bounds(const Arguments& a, int lane) {
-    for (int row = blockIdx.x; row < a.num_rows; row += gridDim.x) {
-        const int seen = find_owner(a, a.first_token + row, lane).seen(a, a.first_token + row);
-        if (lane == 0) a.begins[row] = 0, a.ends[row] = seen;
+// The bounds of the tokens, and the scores of those of requests that are not scored. Blocks share the tokens, or more of them one
+// token.
+__device__ __forceinline__ void write_rows(const Arguments& a, int all_chosen, int lane) {
+    const int blocks = gridDim.x, parts = max(blocks / a.num_rows, 1), part = blockIdx.x / a.num_rows;
+    if (part >= parts) return;
+    for (int row = blockIdx.x % a.num_rows; row < a.num_rows; row += blocks) {
+        const int token = a.first_token + row;
+        const Owner owner = find_owner(a, token, lane);
+        const int seen = owner.seen(a, token);
+        if (lane == 0 && part == 0) a.begins[row] = 0, a.ends[row] = seen;
+        const int last = (int)min(owner.end, (i64)a.first_token + a.num_rows) - 1;  // of the request's tokens here
+        if (owner.seen(a, last) > all_chosen) continue;
+        const int* table = a.table + owner.request * a.table_stride;
+        for (int position = part * 32 + lane; position < seen; position += parts * 32) {
+            const int block = __ldg(table + position / PAGE);
+            a.out[row * a.out_stride + position] = block >= 0 && block < a.num_blocks ? 0.f : minus_infinity();
+        }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM) indexer_logits_decode(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM) indexer_logits_decode(const Arguments a, int all_chosen) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 full = smem_u32(smem) + BARRIERS_AT, empty = full + 8 * STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -178,16 +199,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM) inde
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, CONSUMERS / 32);
+            barrier_init(empty + 8 * s, CONSUMERS / 32 * ARRIVALS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (warp == CONSUMERS / 32) {
-        copy_pages(a, smem, full, empty, lane);
-        if (a.begins) write_bounds(a, lane);  // while the last pages arrive
+        copy_pages(a, smem, all_chosen, full, empty, lane);
+        if (a.begins) write_rows(a, all_chosen, lane);  // while the last pages arrive
     } else {
-        score_pages(a, smem, full, empty, warp, lane);
+        score_pages(a, smem, all_chosen, full, empty, warp, lane);
         if (!a.begins) fill_rows(a, lane);
     }
 }
