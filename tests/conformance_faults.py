@@ -43,6 +43,12 @@ class Model:
 
     # ------------------------------------------------------------------ the cache
 
+    def _reached(self, cache, blocks, at):
+        """Whether 32-bit numbers hold the places of rows `at` [n] of blocks [n], in elements of the cache."""
+        place = blocks * cache.stride(0) + at * cache.stride(1)
+        limit = {"32-bit addresses": 2**31, "unsigned 32-bit addresses": 2**32}
+        return place < min([limit[each] for each in self.faults if each in limit], default=2**62)
+
     def _rows(self, kv, slots):
         """[n, 576] float32 of slots [n]."""
         if kv.dim() == 2:
@@ -54,9 +60,7 @@ class Model:
             kv = kv.as_strided(kv.shape, (block_size * width, width, 1), kv.storage_offset())
         if "takes two blocks for adjacent" in self.faults and blocks == 2:
             kv = kv.as_strided(kv.shape, (block_size * width, width, 1), kv.storage_offset())
-        if "32-bit addresses" in self.faults:
-            address = (slots * width + 2**31) % 2**32 - 2**31  # what int32 makes of it
-            slots = torch.where(address == slots * width, slots, 0)
+        slots = torch.where(self._reached(kv, slots // block_size, slots % block_size), slots, 0)
         rows = kv[slots // block_size, slots % block_size]
         if rows.dtype == torch.bfloat16:
             return rows.float()
@@ -77,7 +81,7 @@ class Model:
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot >= blocks * block_size or (slot < 0 and "writes skipped tokens" not in self.faults):
                 continue
-            if "32-bit addresses" in self.faults and slot * width >= 2**31:  # negative, and so skipped
+            if not self._reached(kv_cache, slot // block_size, slot % block_size):
                 continue
             if width == 576:
                 row = torch.cat([kv_c[token], k_pe[token]]).bfloat16()
@@ -365,6 +369,8 @@ class Model:
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot >= blocks * size or (slot < 0 and "writes skipped tokens" not in self.faults):
                 continue
+            if not self._reached(index_cache, slot // size, slot % size):
+                continue
             page, at = self._pages(index_cache)[slot // size].view(-1), slot % size
             if width == 128:
                 page[at * 128 : (at + 1) * 128] = k[token].bfloat16()
@@ -380,9 +386,7 @@ class Model:
     def _index_keys(self, index_cache, blocks):
         """[n * block_size, 128] float32, of blocks [n]."""
         size, width = index_cache.shape[1:]
-        if "32-bit addresses" in self.faults:
-            address = (blocks * size * width + 2**31) % 2**32 - 2**31
-            blocks = torch.where(address == blocks * size * width, blocks, 0)
+        blocks = torch.where(self._reached(index_cache, blocks, 0), blocks, 0)
         if "reads the block behind the cache" in self.faults:
             index_cache = index_cache.as_strided(
                 (len(index_cache) + 1, size, width), index_cache.stride(), index_cache.storage_offset()

@@ -99,7 +99,7 @@ def kit() -> Iterator[SimpleNamespace]:
     folder = Path(__file__).parents[1] / "ci" / "vllm_gpu"
     names = (
         *("checkpoint", "four_bits", "other_models", "named_models", "rehearse", "selections", "jobs", "judge", "engine"),
-        *("kernel_kinds", "mixed_load", "drawn_weights", "timing", "run_logged", "kit"),
+        *("kernel_kinds", "mixed_load", "drawn_weights", "timing", "run_logged", "transformers_truth", "kit"),
     )
     sys.path.insert(0, str(folder))
     try:

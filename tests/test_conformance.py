@@ -90,7 +90,7 @@ def test_what_vendors_may_do_stays_within_the_tolerances(variant):
     for primitive in (SPARSE_DECODE, SPARSE_PREFILL):
         implementation = model.implementation(primitive)
         cases = [c for c in cases_for(implementation, CPU, "quick") if isinstance(c.params, AttentionParams)]
-        cases = [c for c in cases if c.params.topk <= 128 and c.params.blocks != "address"]
+        cases = [c for c in cases if c.params.topk <= 128 and not c.params.vast]
         assert {c.params.scale_format for c in cases} == {None, "pow2", "amax"}
         if variant and "scales" in variant[0]:
             cases = [c for c in cases if c.params.scale_format]
@@ -119,10 +119,21 @@ FAULTS = [
     ("lse in base 2", BOTH, "promised holes", "lse["),
     ("leaves empty rows", BOTH, "promised absent", "rows without a valid entry"),
     ("reads -1 as slot 0", BOTH, "promised absent", "got nan"),
-    ("32-bit addresses", DECODE, "address", "out["),
-    ("32-bit addresses", PREFILL, "address", "out["),
-    ("32-bit addresses", (CACHE_WRITE,), "address", "cache["),
-    ("32-bit addresses", (GATHER_UPCONVERT,), "address", "latent["),
+    *(
+        (f"{kind}32-bit addresses", primitives, blocks, message)
+        for primitives, message in (
+            (DECODE, "out["),
+            (PREFILL, "out["),
+            ((CACHE_WRITE,), "cache["),
+            ((GATHER_UPCONVERT,), "latent["),
+            ((INDEXER_CACHE_WRITE,), "cache["),
+            ((INDEXER_LOGITS,), "out["),
+            ((INDEXER_SELECT,), "a chosen score is"),
+        )
+        for kind, blocks in (("", "address"), ("", "slab"), ("unsigned ", "slab"))
+    ),
+    ("ignores the block stride", PREFILL, "slab", "out["),
+    ("ignores the block stride", (GATHER_UPCONVERT,), "slab", "latent["),
     ("allocates instead of out=", BOTH, "out_packed", "returned another tensor than the `out`"),
     ("ignores the strides of out", BOTH, "out_views", "memory around out"),
     ("pads heads wrongly", BOTH, "h8 dense", "out["),
@@ -180,7 +191,6 @@ FAULTS = [
     ("reads the block behind the cache", SCORES, "table_near", "expected -inf"),
     ("ignores the block stride", SCORES, "strided prefill !table_holes", "got -inf"),
     ("takes two blocks for adjacent", SCORES, "pair", "got -inf"),
-    ("32-bit addresses", SCORES, "address", "out["),
     ("takes pages for rows of 132 bytes", SCORES, "index_fp8 address", "out["),
     ("takes the scale of the token before", SCORES, "index_fp8 chunk", "out["),
     ("leaves NaN", (*SCORES, *RAGGED), "absent_nan", "got nan, expected -inf"),
@@ -197,7 +207,6 @@ FAULTS = [
     ("takes the lowest", SELECT, "chunk", "a chosen score is"),
     ("takes pages for rows of 132 bytes", SELECT, "index_fp8 address", "a chosen score is"),
     ("takes the scale of the token before", SELECT, "index_fp8 address", "a chosen score is"),
-    ("32-bit addresses", SELECT, "address", "a chosen score is"),
     ("takes two blocks for adjacent", SELECT, "index_bf16 pair", "a chosen score is"),
     ("looks ahead", SELECT, "starts_late", "order["),
     ("drops the last position", SELECT, "prefill !k1", "order["),
@@ -430,7 +439,7 @@ def test_quick_covers_what_the_contract_promises():
     assert values(cases, "scale_format") == {None, "pow2", "amax"}
     for primitive in (SPARSE_DECODE, SPARSE_PREFILL, CACHE_WRITE, GATHER_UPCONVERT, *SCORES, *SELECT):
         mine = [c for c in cases if c.primitive is primitive]
-        assert {"packed", "strided", "pair", "address"} <= values(mine, "blocks")
+        assert {"packed", "strided", "pair", "address", "slab"} <= values(mine, "blocks")
     for primitive in (*SCORES, *SELECT):
         mine = [c for c in cases if c.primitive is primitive]
         assert values(mine, "kv") == {"index_bf16", "index_fp8"}
@@ -509,13 +518,33 @@ def test_gpus_get_graphs_and_large_problems():
     cases = everything("quick", H200)
     graphed = [c for c in cases if c.params.run == "graph"]
     assert {c.primitive for c in graphed} == set(Primitive.all()) and all(c.request.graph for c in graphed)
-    far = [c for c in cases if getattr(c.params, "blocks", "") == "address"]
-    assert {c.primitive for c in far} == {SPARSE_DECODE, SPARSE_PREFILL, CACHE_WRITE, GATHER_UPCONVERT, *SCORES, *SELECT}
-    assert {"workspace", "bf16", "fp8_ds_mla"} <= values(far, "kv")
+    paged = {SPARSE_DECODE, SPARSE_PREFILL, CACHE_WRITE, GATHER_UPCONVERT, INDEXER_CACHE_WRITE, *SCORES, *SELECT}
+    for kind in ("address", "slab"):
+        far = [c for c in cases if getattr(c.params, "blocks", "") == kind]
+        assert {c.primitive for c in far} == paged
+        assert {"workspace", "bf16", "fp8_ds_mla"} <= values(far, "kv")
     assert any(c.request.rows == 70_000 for c in everything("full", H200) if c.primitive is SPARSE_DECODE)
     assert any(c.request.rows == 148 and c.request.num_heads == 64 for c in everything("full", H200))
     small = DeviceFacts(vendor="nvidia", name="small", arch="sm89", memory_bytes=3 << 30, graph_capture=False)
-    assert not any(c.params.run == "graph" or getattr(c.params, "blocks", "") == "address" for c in everything("full", small))
+    assert not any(
+        c.params.run == "graph" or getattr(c.params, "blocks", "") in ("address", "slab") for c in everything("full", small)
+    )
+
+
+def test_a_cache_that_the_device_has_no_room_for_is_an_error_in_words(monkeypatch):
+    """A case that cannot run is no case that passed."""
+    case = next(case for case, said in quick_cases(GATHER_UPCONVERT) if "slab" in said)
+    empty = torch.empty
+
+    def full(*sizes, **options):
+        if sizes[0] > 2**32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+    result = run_case(case, Model().gather_upconvert, torch.device("cpu"))
+    assert result.status == "error"
+    assert re.search(r"the case needs a cache of \d\.\d GiB on cpu, which has less left: end what else uses it", result.message)
 
 
 def test_the_levels_are_named():

@@ -48,7 +48,9 @@ MAY_IMPORT = {
     "flash_mla": LOW | {"choose", "dispatch", "primitives"},
     "engines.common": MIDDLE,
     "engines.sglang": MIDDLE | {"deep_gemm", "engines.common"},
+    "engines.transformers": MIDDLE,
     "engines.vllm": MIDDLE | {"deep_gemm", "engines.common"},
+    "transformers": {"engines.transformers"},
     "judge.problems": LOW | {"planner", "primitives"},
     "judge.conformance": MIDDLE,
     "capability": LOW | {"choose", "primitives"},
@@ -363,7 +365,9 @@ def test_every_file_carries_its_licence_and_says_what_it_is(path: Path):
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 
-@pytest.mark.parametrize("package", ["cli/doctor", "engines/common", "engines/sglang", "engines/vllm", "kit", "times"])
+@pytest.mark.parametrize(
+    "package", ["cli/doctor", "engines/common", "engines/sglang", "engines/transformers", "engines/vllm", "kit", "times"]
+)
 def test_a_package_s_table_lists_its_modules(package: str):
     folder = CORE / package
     table = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

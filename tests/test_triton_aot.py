@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from compiling import EVERY_DEVICE, compiling
+from triton_addresses import Addresses
 
 import mla_portable_triton
 from mla_portable_triton import compile_all
@@ -38,8 +39,12 @@ def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    cache = tmp_path_factory.mktemp("triton_cache")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton_cache")
+
+
+@pytest.fixture(scope="module")
+def records(cache: Path) -> list[dict[str, Any]]:
     run = python("-m", "mla_portable_triton.compile_all", "--json", "--quick", *MACHINE_CODE, cache=cache)
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     errors = [f"{record['arch']} {record['label']}: {record['error']}" for record in lines if record["error"]]
@@ -267,3 +272,58 @@ print(json.dumps(made))
         assert {each for each in instructions if each.startswith(("div", "rcp"))} == {"div.rn.f32"}, arch
         narrowing = {each for each in instructions if re.search(r"\.f16\.f32|\bf16x2|e4m3", each)}
         assert narrowing == ({"cvt.rn.satfinite.e4m3x2.f32"} if arch in ("sm90", "sm120") else set()), arch
+
+
+_IR = """
+import json
+from mla_portable_triton import aot, compile_all
+for module in compile_all.kernel_modules():
+    for each in compile_all._first_and_last_of_each_kernel(compile_all.variants_of(module, "sm90")):
+        pointers = [name for name, kind in each.signature.items() if kind.startswith("*")]
+        print(json.dumps([each.kernel.__name__, pointers, aot.compiled(each, "sm90").asm["ttir"]]))
+"""
+CACHES = {"kv_ptr", "extra_ptr", "cache_ptr"}
+"""What kernels call the caches of attention, of the indexer, and that of a write or a gather."""
+
+
+def test_addresses_in_a_cache_are_of_64_bits(cache: Path, records: list[dict[str, Any]]) -> None:
+    """A slab of all layers passes element 2**32. Compiled by `records`; here the IR is read from Triton's cache."""
+    run = python("-c", _IR, cache=cache)
+    assert run.returncode == 0, run.stderr
+    read, wrong = set[str](), dict[str, list[str]]()
+    for line in run.stdout.splitlines():
+        kernel, pointers, ttir = json.loads(line)
+        caches = CACHES.intersection(pointers)
+        if caches:
+            addresses = Addresses.read(ttir)
+            assert addresses.of(caches), kernel
+            read.add(kernel)
+            wrong |= {kernel: found} if (found := addresses.wrapping(caches)) else {}
+    assert not wrong
+    own = {"sparse_attention_kernel", "sparse_attention_fp8_kernel", "cache_write_kernel", "gather_upconvert_kernel"}
+    assert read == own | {"index_write_kernel", "decode_kernel", "prefill_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("row", "wraps"),
+    [
+        ("arith.muli %slot, %stride : tensor<4xi32>", True),
+        ("arith.muli %slot, %width : tensor<4xi32>", True),
+        ("arith.muli %within, %width : tensor<4xi32>", False),
+        ("arith.muli %wide, %wide : tensor<4xi64>", False),
+    ],
+)
+def test_a_product_that_may_wrap_around_is_found(row: str, wraps: bool) -> None:
+    ir = f"""
+        %slot = tt.load %slots : tensor<4x!tt.ptr<i32>> loc(#loc1)
+        %page = arith.constant dense<64> : tensor<4xi32> loc(#loc1)
+        %width = arith.constant dense<656> : tensor<4xi32> loc(#loc1)
+        %stride = tt.splat %block_stride : i32 -> tensor<4xi32> loc(#loc1)
+        %within = arith.remsi %slot, %page : tensor<4xi32> loc(#loc1)
+        %wide = arith.extsi %slot : tensor<4xi32> to tensor<4xi64> loc(#loc1)
+        %row = {row} loc(#loc1)
+        %offset = arith.extsi %row : tensor<4xi32> to tensor<4xi64> loc(#loc1)
+        %rows = tt.splat %cache_ptr : !tt.ptr<i8> -> tensor<4x!tt.ptr<i8>> loc(#loc1)
+        %at = tt.addptr %rows, %offset : tensor<4x!tt.ptr<i8>>, tensor<4xi64> loc(#loc1)
+    """
+    assert bool(Addresses.read(ir).wrapping(CACHES)) == wraps

@@ -121,7 +121,7 @@ def test_tokens_over_keys_of_each_head_are_counted(kit: Any):
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
     several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.rank_long(), *kit.jobs.rank_flash()]
-    several += [*kit.jobs.other_models(), *kit.jobs.four_bits(), *kit.jobs.serve()]
+    several += [*kit.jobs.other_models(), *kit.jobs.four_bits(), *kit.jobs.transformers(), *kit.jobs.serve(), *kit.jobs.sinks()]
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -268,7 +268,7 @@ def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
     names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "rank_long", "rank_flash", "other_models")
-    names += ("four_bits", "serve")
+    names += ("four_bits", "serve", "sinks")
     lists = [getattr(kit.jobs, each) for each in names]
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
@@ -837,6 +837,44 @@ def test_an_engine_that_differs_from_itself_judges_no_other(kit: Any):
         assert (lines[stock].passed, lines[ours].passed) == passed
         assert ("differs from itself" in lines[stock].found) is (passed[0] is False)
     assert {job.options["repeats"] for job in planned if job.name in ("hyv4-stock-fp8-eager", "glm53-choice-bf16-eager")} == {3}
+
+
+def test_hy_v4_is_judged_by_stock_whose_decodes_wait_for_their_selection(kit: Any, tmp_path: Path):
+    """As it is released it informs: a token that is far off between close ones is counted, and fails no engine."""
+    planned = [job for job in kit.jobs.sinks() if "-fp8-" in job.name]
+    assert {job.model for job in kit.jobs.sinks()} == {"sinks16"} and len(kit.jobs.sinks()) == 2 * len(planned)
+    waits = {job.name.split("-")[1] for job in planned if job.options.get("waits")}
+    assert waits == {"stock", "alone", "shadow"}
+    assert all(job.options["waits"] for job in kit.jobs.other_models() if job.name.startswith("hyv4-stock"))
+    texts, odd = [prompt(17, [1, 2]), prompt(3000, [3, 4, 5])], [prompt(17, [1, 2]), prompt(3000, [3, 4, 5])]
+    odd[1]["logprobs"][1] = prompt(3000, [4], shift=0.3)["logprobs"][0]
+    (tmp_path / "sinks-shadow-fp8-eager.shadow").write_text('{"layer": "a", "method": "forward_mqa", "relative": 0.002}')
+    ran = run_of(kit, "sinks-stock-fp8-eager", texts, texts, texts, served="")
+    ran |= run_of(kit, "sinks-released-fp8-eager", texts, odd, texts, served="")
+    ran |= run_of(kit, "sinks-alone-fp8-eager", texts, texts, served="")
+    ran |= run_of(kit, "sinks-plugin-fp8-eager", texts, texts, texts) | run_of(kit, "sinks-pluginalone-fp8-eager", texts)
+    ran |= run_of(kit, "sinks-shadow-fp8-eager", texts)
+    lines = {line.name.split("-")[1]: line for line in kit.judge.sinks(ran, planned, tmp_path)}
+    passed = {who: line.passed for who, line in lines.items()}
+    assert passed == {
+        "stock": None,
+        "released": None,
+        "alone": True,
+        "plugin": True,
+        "pluginalone": True,
+        "shadow": True,
+    }
+    assert "up to 1 tokens of a run off by more than 0.1" in lines["released"].found
+    assert "up to 0 tokens of a run off" in lines["plugin"].found
+
+    ran |= run_of(kit, "sinks-plugin-fp8-eager", texts, [prompt(17, [1, 2], shift=0.2), texts[1]], texts)
+    (tmp_path / "sinks-shadow-fp8-eager.shadow").write_text('{"layer": "a", "method": "forward_mqa", "relative": 0.2}')
+    del ran["sinks-alone-fp8-eager"]
+    lines = {line.name.split("-")[1]: line for line in kit.judge.sinks(ran, planned, tmp_path)}
+    assert [lines[who].passed for who in ("plugin", "shadow", "alone")] == [False, False, False]
+    ran |= run_of(kit, "sinks-stock-fp8-eager", texts, [prompt(17, [1, 2], shift=0.2), texts[1]], served="")
+    lines = {line.name.split("-")[1]: line for line in kit.judge.sinks(ran, planned, tmp_path)}
+    assert lines["stock"].passed is False and lines["plugin"].passed is None, "nothing is judged by what differs from itself"
 
 
 def test_a_stock_engine_that_vllm_has_no_backend_for_is_no_failure(kit: Any):

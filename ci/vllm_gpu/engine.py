@@ -45,6 +45,8 @@ def start(job: Job, checkpoints: Path) -> Any:
     from vllm import LLM
 
     connect_without_tilelang()
+    if job.options.get("waits"):
+        wait_for_selections()
     if job.arguments.get("load_format") == "dummy":
         drawn_weights.install()
     return LLM(**arguments(job, checkpoints))
@@ -64,6 +66,27 @@ def connect_without_tilelang() -> bool:
         return False
     for operator in (mhc.MHCPreOp, mhc.MHCPostOp, mhc.MHCFusedPostPreOp):
         operator.forward_cuda = operator.forward_hip
+    return True
+
+
+def wait_for_selections() -> bool:
+    """Let vLLM's own backends (0.30 and later) convert positions to slots behind everything that was enqueued before them.
+
+    They convert decodes on a stream of their own, which waits for an event that a model's layer records behind its indexer.
+    hy_v4's layer of 0.30 records none, and an event that was never recorded holds nothing back: what is converted may be the
+    selection of the step before, which lacks the newest token. 0.33's layer records it. Returns: whether vLLM converts so.
+    """
+    try:
+        from vllm.v1.attention.backends.mla.index_group import SparseMLAIndexGroup as Group
+    except ImportError:
+        return False
+    convert: Callable[..., Any] = Group._convert_once
+
+    def behind(self: Any, layer_index: int, *given: Any, **named: Any) -> Any:
+        self.set_logical_topk_ready(layer_index)
+        return convert(self, layer_index, *given, **named)
+
+    Group._convert_once = behind
     return True
 
 
@@ -229,8 +252,16 @@ def serve(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     return timing.serve(llm, job.options, where)
 
 
+def truth(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
+    """What transformers generates, without an engine."""
+    import transformers_truth
+
+    return transformers_truth.generate(job, checkpoints, where)
+
+
 TASKS: Final = {
     "generate": generate,
+    "truth": truth,
     "ranks": ranks,
     "requests": requests,
     "refuse": refuse,
@@ -249,7 +280,8 @@ def main() -> None:
     if job.options.get("shadow"):
         import shadow
 
-        shadow.install(result.parent / f"{job.name}.shadow")
+        stock = job.options.get("stock", shadow.STOCK)
+        shadow.install(result.parent / f"{job.name}.shadow", stock)
     result.write_text(json.dumps(TASKS[job.task](job, checkpoints, result.parent)))
     sys.stdout.flush()
     os._exit(0)  # an engine may take long to shut down, or not end at all

@@ -231,6 +231,8 @@ _IN_TRITON: Final = {"additional_config": {"kda_prefill_backend": "triton"}}
 """GLM-5.3-Flash's linear attention by the same kernels on every GPU, so that engines differ in sparse attention alone."""
 
 
+_WITH_SINKS: Final = "vllm.models.hy_v4.nvidia.flashmla_sparse.HYV4FlashMLASparseBackend"
+"""hy_v4's own backend, which shadow mode runs beside the plugin's."""
 _WITHOUT_WARMUP: Final = {"kernel_config": {"enable_jit_warmup": False}}
 """Kernels are compiled when they are called: GLM-5.3-Flash's warm-up imports TileLang, which a small installation lacks."""
 
@@ -250,7 +252,7 @@ def other_models() -> list[Job]:
         if (name, role, kv) == ("glm53", "stock", "fp8_ds_mla"):
             continue
         repeats = 3 if role == "stock" else 1
-        options = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": repeats, "model": model}
+        options = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": repeats, "model": model, "waits": True}
         arguments = {**_WITHOUT_WARMUP, **(_IN_TRITON if name == "glm53" else {})}
         given: dict[str, Any] = {"arguments": arguments, "options": options, "seconds": 300}
         cell = f"{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
@@ -259,6 +261,57 @@ def other_models() -> list[Job]:
     stop: dict[str, Any] = {"options": {"says": "fp8e4nv", "model": "nope16"}, "rehearsal": REHEARSALS["sm80"]}
     stop |= {"environ": {"MLA_PORTABLE_VLLM_INDEXER": "off"}, "arguments": {**_WITHOUT_WARMUP, **_IN_TRITON}, "seconds": 300}
     return [*found, Job("glm53-sm80-off", "refuse", "sm80", "auto", 16, **stop)]
+
+
+TRUTHS: Final = {"auto": ("",), "fp8_ds_mla": ("pow2", "amax")}
+"""By the cache, how the scales of its truths are made: which of the two an engine makes depends on vLLM's version."""
+HELD_AGAINST_TRANSFORMERS: Final = {"v32": "heads16", "glm5": "shares16"}
+"""Name -> checkpoint. Not hy_v4: vLLM rotates neighbouring pairs where transformers rotates halves, so logits differ."""
+
+
+def transformers() -> list[Job]:
+    """Engines, stock and the plugin, beside transformers in float32; and our attention function in transformers, in BF16.
+
+    All attend over the cache, so that one truth serves for prompts and decodes. The truths come first.
+    """
+    texts = {**_TEXTS, "lengths": (17, 300, 1000, 1900, 2500, 3500), "tokens": 16}
+    exact = {**texts, "attention": "eager", "dtype": "float32"}
+    found: list[Job] = []
+    for (name, model), (kv, formats) in product(HELD_AGAINST_TRANSFORMERS.items(), TRUTHS.items()):
+        for fp8 in formats:
+            options = {**exact, "fp8": fp8, "model": model}
+            found.append(Job(f"{name}-truth-{fp8 or 'exact'}", "truth", "stock", kv, 16, options=options, seconds=400))
+    for name, model in HELD_AGAINST_TRANSFORMERS.items():
+        options = {**exact, "dtype": "bfloat16", "attention": "mla_portable", "fp8": "", "model": model}
+        found.append(Job(f"{name}-function-bf16", "truth", "plugin", "auto", 16, options=options, seconds=400))
+        for who, kv in product(("stock", "plugin"), KV_DTYPES):
+            options = {**texts, "repeats": 1, "model": model}
+            label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}"
+            found.append(Job(label, "generate", who, kv, 16, "eager", options=options, seconds=300))
+    return found
+
+
+SINKS: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    "stock": ("stock", {}, {"repeats": 3, "waits": True}),
+    "released": ("stock", {}, {"repeats": 3}),
+    "alone": ("stock", {"max_num_seqs": 1}, {"repeats": 2, "waits": True}),
+    "plugin": ("plugin", {}, {"repeats": 3}),
+    "pluginalone": ("plugin", {"max_num_seqs": 1}, {"repeats": 1}),
+    "shadow": ("plugin", {}, {"repeats": 1, "waits": True, "shadow": True, "stock": _WITH_SINKS}),
+}
+"""Engines of hy_v4: a key of WHO, arguments and options. `released`: as vLLM is, where decodes may not wait for their selection
+(engine.wait_for_selections). `alone`, `pluginalone`: one sequence at a time."""
+
+
+def sinks() -> list[Job]:
+    """hy_v4 eagerly: stock beside itself, as released, one sequence at a time; the plugin likewise, and layer by layer."""
+    found: list[Job] = []
+    for kv, (name, (who, arguments, own)) in product(KV_DTYPES, SINKS.items()):
+        options = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "model": "sinks16", **own}
+        given: dict[str, Any] = {"arguments": {**_WITHOUT_WARMUP, **arguments}, "options": options, "seconds": 300}
+        label = f"sinks-{name}-{'bf16' if kv == 'auto' else 'fp8'}-eager"
+        found.append(Job(label, "generate", who, kv, 16, "eager", **given))
+    return found
 
 
 FOUR_BITS: Final = {"packed": ("packed16", "stock"), "awq": ("awq16", "stock")}

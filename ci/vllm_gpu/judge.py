@@ -82,6 +82,21 @@ def _apart(one: Mapping[str, float], other: Mapping[str, float]) -> float:
     return found if math.isfinite(found) else math.inf
 
 
+Both = tuple[Mapping[str, float], Mapping[str, float]]
+"""Log-probabilities by token, in two runs."""
+
+
+def _same_past(one: Run, other: Run, shortest: int, longest: int) -> Iterator[tuple[int, int, Both, tuple[int, int]]]:
+    """Prompt length, place, log-probabilities and tokens of both runs, of each text up to where it parts."""
+    for a, b in zip(one, other, strict=True):
+        if not shortest <= a["length"] + len(a["tokens"]) <= longest:
+            continue
+        for at, (token, its) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+            yield a["length"], at, (a["logprobs"][at], b["logprobs"][at]), (token, its)
+            if token != its:
+                break
+
+
 def agree(one: Run, other: Run, *, shortest: int = 0, longest: int = 2**31) -> Agreement:
     """Compare the prompts whose whole text, prompt and tokens, has `shortest` to `longest` tokens.
 
@@ -92,20 +107,15 @@ def agree(one: Run, other: Run, *, shortest: int = 0, longest: int = 2**31) -> A
         raise ValueError(f"the runs are over other prompts: {lengths[0]} and {lengths[1]}")
     largest, compared, lost = 0.0, 0, ""
     parted: list[tuple[int, int, float]] = []
-    for a, b in zip(one, other, strict=True):
-        if not shortest <= a["length"] + len(a["tokens"]) <= longest:
-            continue
-        for at, (token, its) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
-            compared += 1
-            both = a["logprobs"][at], b["logprobs"][at]
-            apart = _apart(*both)
-            if math.isinf(apart) and not lost:
-                lost = f" (prompt of {a['length']}, token {at}: {both[0]} and {both[1]})"
-            largest = max(largest, apart)
-            if token != its:
-                gaps = [abs(run.get(str(token), math.inf) - run.get(str(its), math.inf)) for run in both]
-                parted.append((a["length"], at, _largest(gaps)))
-                break
+    for length, at, both, (token, its) in _same_past(one, other, shortest, longest):
+        compared += 1
+        apart = _apart(*both)
+        if math.isinf(apart) and not lost:
+            lost = f" (prompt of {length}, token {at}: {both[0]} and {both[1]})"
+        largest = max(largest, apart)
+        if token != its:
+            gaps = [abs(run.get(str(token), math.inf) - run.get(str(its), math.inf)) for run in both]
+            parted.append((length, at, _largest(gaps)))
     return Agreement(largest, compared, tuple(parted), lost)
 
 
@@ -362,6 +372,122 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
                 per_head = ran[job.name].result["per_head"]
                 passed, found = passed and per_head > 0, f"{found}; {per_head} tokens over keys of each head"
             yield Line(job.name, found, passed if _agrees(_runs(ran, against)) else None)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of a run from the truth, over the candidates that both list: mean and largest difference, tokens compared and equal.
+
+    torn: the gap in the truth between its token and the run's, the largest where texts part.
+    """
+
+    mean: float
+    largest: float
+    compared: int
+    equal: int
+    torn: float
+
+    def within(self, mean: float, largest: float) -> bool:
+        """Texts may part where the truth holds both tokens for about equally likely."""
+        return self.compared > 0 and self.mean <= mean and self.largest <= largest and self.torn <= 2 * largest
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.4f}, max {self.largest:.3f}, {self.equal} of {self.compared} tokens equal"
+
+
+def distance(run: Run, truth: Run, *, shortest: int = 0, longest: int = 2**31) -> Distance:
+    """How far a run is from the truth over the prompts whose whole text has `shortest` to `longest` tokens."""
+    found, compared, equal, torn = list[float](), 0, 0, 0.0
+    for _, _, (its, true), (token, right) in _same_past(run, truth, shortest, longest):
+        compared, equal = compared + 1, equal + (token == right)
+        found += [abs(its[each] - true[each]) for each in its.keys() & true.keys()] or [math.inf]
+        if token != right:
+            torn = max(torn, _largest([true[str(right)] - true.get(str(token), -math.inf)]))
+    largest = _largest(found)
+    mean = math.fsum(found) / len(found) if found and math.isfinite(largest) else math.inf
+    return Distance(mean, largest, compared, equal, torn)
+
+
+FROM_TRUTH: Final = {"auto": (0.035, 0.2), "fp8_ds_mla": (0.06, 0.4)}
+"""By the cache, mean and largest distance from float32 where nothing is selected away (docs/dev/vllm-testing.md). The truth of
+FP8 has the same latents in e4m3, but engines round what comes before them to BF16, so that other codes are chosen."""
+BESIDE_STOCK: Final = 1.3
+"""Of the mean distance of long prompts, in units of stock's: a selection of random weights swaps heavy keys as often as light
+ones, so that no limit of its own tells rounding from a mistake."""
+
+
+def transformers(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
+    """Engines, and our attention function, against transformers in float32."""
+    for job in planned:
+        name, _, what = job.name.split("-")
+        done = ran.get(job.name)
+        if what in ("exact", "pow2", "amax"):
+            found = f"the truth, by {done.result['by']}" if done is not None and done.runs else "did not finish"
+            yield Line(job.name, found, None if done is not None and done.runs else False)
+            continue
+        truths = [run for fp8 in jobs.TRUTHS[job.kv] for run in _runs(ran, f"{name}-truth-{fp8 or 'exact'}")]
+        if done is not None and "needs transformers" in done.error:
+            yield Line(job.name, f"not served here: {done.error}", None)
+        elif done is None or not done.runs or len(truths) < len(jobs.TRUTHS[job.kv]):
+            yield Line(job.name, "did not finish, or a truth did not", False)
+        else:
+            yield _from_truth(ran, job, done.runs[0], truths)
+
+
+def _from_truth(ran: Ran, job: jobs.Job, run: Run, truths: Sequence[Run]) -> Line:
+    """Against the nearer truth; long prompts beside stock's distance."""
+    short, truth = min(((distance(run, each, **_SHORT), each) for each in truths), key=lambda pair: pair[0].mean)
+    long = distance(run, truth, **_LONG)
+    mean, largest = FROM_TRUTH[job.kv]
+    passed, found = short.within(mean, largest), f"short {short}; long {long}"
+    stock = _runs(ran, job.name.replace("-plugin-", "-stock-").replace("-function-", "-stock-"))
+    if job.who == "plugin" and stock:
+        its = distance(stock[0], truth, **_LONG)
+        passed = passed and long.mean <= max(BESIDE_STOCK * its.mean, mean)
+        found += f" (stock: {its})"
+    if job.task == "generate" and job.who == "plugin":
+        passed = passed and bool(ran[job.name].served)
+    return Line(job.name, found, passed)
+
+
+def sinks(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line]:
+    """Engines of hy_v4 against stock's whose decodes wait for their selection, and how many of all tokens are far off.
+
+    A token here and there that is far off, with those around it close, is no rounding. Stock as it is released informs: where
+    it differs from itself or from stock that waits, its decodes attended to another selection.
+    """
+    for job in planned:
+        _, who, kv, _ = job.name.split("-")
+        against = f"sinks-stock-{kv}-eager"
+        runs, stock = _runs(ran, job.name), _runs(ran, against)
+        if not runs:
+            yield _unfinished(job.name, ran.get(job.name), is_stock=job.who == "stock")
+        elif who == "shadow":
+            passed, found = read_shadow(out / f"{job.name}.shadow")
+            yield Line(job.name, found, passed and bool(ran[job.name].served))
+        elif job.name == against:
+            yield _reference(job.name, runs)
+        elif not stock:
+            yield Line(job.name, f"nothing to compare it with: {against} did not finish", False)
+        else:
+            far = [_far_off(one, two) for one, two in product(stock, runs)]
+            own = f"; {_against_itself(runs)}" if len(runs) > 1 else ""
+            compared = compare(stock[0], runs[0])
+            text = f"against {against}: {compared}; up to {max(far)} tokens of a run off by more than {TOLERANCE}{own}"
+            close = all(compare(stock[0], run).is_close for run in runs)
+            ours = job.who == "stock" or bool(ran[job.name].served)
+            yield Line(job.name, text, None if who == "released" or not _agrees(stock) else close and ours)
+
+
+def _far_off(one: Run, other: Run) -> int:
+    """Tokens by which two runs differ by more than TOLERANCE, up to the first of each text that differs."""
+    found = 0
+    for a, b in zip(one, other, strict=True):
+        for at, (token, its) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+            found += _apart(a["logprobs"][at], b["logprobs"][at]) > TOLERANCE
+            if token != its:
+                break
+    return found
 
 
 def _agrees(runs: Sequence[Run]) -> bool:

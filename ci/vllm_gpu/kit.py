@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
-    ci/gpu_vllm [FOLDER] [--indexer | --other-models | --four-bits | --features | --load | --prompts | --rank | --rank-long |
-                --rank-flash | --serve | --tensor-parallel | --context-parallel GPUS]
+    ci/gpu_vllm [FOLDER] [--indexer | --other-models | --four-bits | --transformers | --features | --load | --prompts | --rank |
+                --rank-long | --rank-flash | --serve | --tensor-parallel | --context-parallel GPUS]
                 [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--who NAME] [--commit COMMIT]]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
@@ -40,7 +40,9 @@ from jobs import (
     rank_flash,
     rank_long,
     serve,
+    sinks,
     tensor_parallel,
+    transformers,
 )
 from judge import Done
 from run_logged import run_logged
@@ -157,8 +159,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("vllm-report"), help="for results and logs")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--indexer", action="store_true", help="the indexer, also on rehearsed older GPUs, and nothing else")
+    other.add_argument(
+        "--sinks", action="store_true", help="hy_v4 beside stock that waits for its selections, layer by layer too"
+    )
     other.add_argument("--other-models", action="store_true", help="GLM-5.3-Flash and hy_v4, from 0.30 on, and nothing else")
     other.add_argument("--four-bits", action="store_true", help="weights of 4 bits beside stock, and nothing else")
+    other.add_argument(
+        "--transformers", action="store_true", help="beside Hugging Face transformers in float32, and nothing else"
+    )
     other.add_argument("--features", action="store_true", help="what deployments switch on, and nothing else")
     other.add_argument(
         "--load", action="store_true", help="the plugin and stock by default, timed from outside, and nothing else"
@@ -197,7 +205,9 @@ def main(words: Sequence[str] | None = None) -> int:
         "indexer": (indexer, lambda done: judge.agreement(done, todo, out)),
         "features": (features, judge.features),
         "other_models": (other_models, lambda done: judge.other_models(done, todo)),
+        "sinks": (sinks, lambda done: judge.sinks(done, todo, out)),
         "four_bits": (four_bits, lambda done: judge.other_models(done, todo)),
+        "transformers": (transformers, lambda done: judge.transformers(done, todo)),
         "context_parallel": (
             lambda: context_parallel(args.context_parallel),
             lambda done: judge.context_parallel(done, todo),

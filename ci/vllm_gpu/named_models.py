@@ -79,10 +79,9 @@ def write_model(folder: Path, name: str) -> None:
     """Write the checkpoint `name` below a folder: `dense`, or what it is and its heads.
 
     heads16: a small model. drafts16: with a layer that drafts. rank16: one GPU's share of the whole model, without weights.
-    ranklong16: the same for longer sequences. half16: of half its depth; halfdrafts16: and with a layer that drafts. nope16,
-    sinks16: small models in the shape of GLM-5.3-Flash and of hy_v4
-    (`other_models`). rankflash16: as rank16, of the first of them. packed16, awq16: as heads16 in 4 bits
-    (`four_bits`).
+    ranklong16: the same for longer sequences. half16: of half its depth; halfdrafts16: and with a layer that drafts. shares16,
+    nope16, sinks16: small models in the shape of GLM-5, of GLM-5.3-Flash and of hy_v4 (`other_models`). rankflash16: as rank16,
+    of the second of these. packed16, awq16: as heads16 in 4 bits (`four_bits`).
     """
     kind = name.rstrip("0123456789")
     heads, to = name.removeprefix(kind), folder / name
@@ -106,6 +105,7 @@ def write_model(folder: Path, name: str) -> None:
                 lambda heads: v32_config(heads) | {"quantization_config": four_bits.AWQ},
                 lambda heads: four_bits.awq(tensors(heads)),
             ),
+            "shares": (other_models.glm5_config, other_models.glm5_tensors),
             "nope": (other_models.glm_config, other_models.glm_tensors),
             "sinks": (other_models.hy_config, other_models.hy_tensors),
         }[kind]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small seeded checkpoints in the shape of GLM-5.3-Flash and of hy_v4, as vLLM 0.30 and later load them.
+"""Small seeded checkpoints in the shape of GLM-5, GLM-5.3-Flash and hy_v4; the last two as vLLM 0.30 and later load them.
 
 Attention and indexer have the real dimensions. What surrounds them has the kinds of layers that the models have (linear
 attention, hyper-connections, gates), as narrow as they may be, and no experts. Names are those of released checkpoints, which
@@ -12,7 +12,7 @@ import math
 from typing import Any, Final
 
 import torch
-from checkpoint import FEED_FORWARD, HIDDEN, INDEX_DIM, LATENT, Q_RANK, ROPE, TOPK, VOCAB, Weights, drawn
+from checkpoint import FEED_FORWARD, HIDDEN, INDEX_DIM, LATENT, Q_RANK, ROPE, TOPK, VOCAB, Weights, drawn, v32_config
 from torch import Tensor
 
 _STREAMS: Final = 4
@@ -45,6 +45,53 @@ _COMMON: Final[dict[str, Any]] = {
     "max_position_embeddings": 32_768,
     "num_nextn_predict_layers": 0,
 }
+
+# GLM-5
+
+_GLM5_WIDTHS: Final = 192, ROPE, 256, 32
+"""Of a head: without rope, with, and of the value; heads of the indexer."""
+_GLM5_PATTERN: Final = "FSF"
+"""Layers with an indexer of their own (F), and one that attends to the selection of the layer before it (S)."""
+
+
+def glm5_config(heads: int) -> dict[str, Any]:
+    """config.json, with the fields that vLLM reads and those of transformers for the same thing.
+
+    rms_norm_eps is 1e-6, which transformers takes for the norms of latents whatever the configuration says.
+    """
+    nope, rope, value, index_heads = _GLM5_WIDTHS
+    config = v32_config(heads) | {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": len(_GLM5_PATTERN),
+        "first_k_dense_replace": len(_GLM5_PATTERN) + 1,
+        "mlp_layer_types": ["dense"] * len(_GLM5_PATTERN),
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "index_n_heads": index_heads,
+        "index_topk_pattern": _GLM5_PATTERN,
+        "indexer_types": [{"F": "full", "S": "shared"}[kind] for kind in _GLM5_PATTERN],
+        "indexer_rope_interleave": True,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "num_nextn_predict_layers": 0,
+    }
+    return {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
+
+
+def glm5_tensors(heads: int) -> dict[str, Tensor]:
+    """Every parameter. A layer that shares a selection has no indexer."""
+    weights = Weights()
+    for number, kind in enumerate(_GLM5_PATTERN):
+        layer = f"model.layers.{number}"
+        weights.attention(f"{layer}.self_attn", heads, *_GLM5_WIDTHS)
+        if kind == "S":
+            own = f"{layer}.self_attn.indexer."
+            weights.found = {name: each for name, each in weights.found.items() if not name.startswith(own)}
+        weights.rest(layer)
+    return weights.end()
+
 
 # GLM-5.3-Flash
 

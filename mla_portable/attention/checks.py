@@ -29,6 +29,8 @@ from mla_portable.primitives.cache_write import check as check_write
 
 _WHERE: Final = "SparseMLAAttention.forward"
 _CONFIGURE: Final = "Configure the planner with planner_config()."
+_KEPT_CACHES: Final = 1024
+"""More than a model has layers."""
 _PLAN_AGAIN: Final = "A plan serves one batch: plan again."
 
 
@@ -50,7 +52,9 @@ class StepCheck:
 
         `schedule_type`: what the layer's sparse_decode takes, None for any.
         """
-        self._spec, self._route, self._device, self._flat = spec, route, device, flat_cache
+        self._spec, self._route, self._device = spec, route, device
+        self._check_cache = CacheCheck(_WHERE, "kv_cache", spec, device, flat=flat_cache)
+        self._check_written = CacheCheck("SparseMLAAttention.cache_write", "kv_cache", spec, device, flat=flat_cache)
         self._layout, self._reads_in_place = spec.layout, reads_in_place
         self._known: object = self  # the last plan that passed _check_plan; no plan yet
         self._schedule: DecodeSchedule | None = None
@@ -88,7 +92,7 @@ class StepCheck:
             _mismatch(f"q has {given} tokens, the plan was made for {tokens}. {_PLAN_AGAIN}")
         if plan.counter is not None and plan.generation != plan.counter.count and not _is_capturing(device):
             _mismatch(f"a later plan() of the same planner has overwritten the numbers of this plan. {_PLAN_AGAIN}")
-        check_layer_cache(_WHERE, "kv_cache", kv_cache, spec, device, flat=self._flat)
+        self._check_cache(kv_cache)
         for (name, part), size in zip(parts.items(), widths, strict=True):
             check_tensor(_WHERE, name, part, torch.bfloat16, (tokens, heads, size), device, f"[T, H, {size}]")
         given = shape_of(_WHERE, "topk_indices", topk_indices, 2, "[T or more, K]")[0]
@@ -119,8 +123,7 @@ class StepCheck:
     def write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Cache, slot_mapping: Tensor, scale_format: str = "pow2") -> None:
         """The tensors of a cache_write that is bound for the spec's cache. Raises: InvalidArgument."""
         check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format, None, self._spec.kv_layout)
-        where = "SparseMLAAttention.cache_write"
-        check_layer_cache(where, "kv_cache", kv_cache, self._spec, self._device, flat=self._flat)
+        self._check_written(kv_cache)
 
     @staticmethod
     def no_rope(k_pe: Tensor) -> None:
@@ -170,6 +173,33 @@ class StepCheck:
             gathered, prefills = sum(chunk.num_tokens for chunk in plan.prefill_chunks), plan.num_prefill_tokens
             if gathered < prefills:
                 _mismatch(f"the plan gathers {gathered} of {prefills} prefill tokens, the layer needs all. {_CONFIGURE}")
+
+
+class CacheCheck:
+    """`check_layer_cache` of the caches of a model's layers, which are the same ones in every step: a cache is looked at once.
+
+    What is remembered is all that the check reads of a tensor, never the tensor.
+    """
+
+    __slots__ = ("_arguments", "_flat", "_passed")
+
+    def __init__(self, where: str, argument: str, spec: AttentionSpec, device: torch.device, *, flat: bool = False) -> None:
+        self._arguments, self._flat = (where, argument, spec, device), flat
+        self._passed: set[tuple[object, ...]] = set()
+
+    def __call__(self, cache: Cache) -> None:
+        """Raises: InvalidArgument."""
+        where, argument, spec, device = self._arguments
+        key = None
+        if isinstance(cache, Tensor) and cache.layout is torch.strided and not cache.is_nested:
+            key = cache.data_ptr(), cache.shape, cache.stride(), cache.dtype, cache.device
+            if key in self._passed:
+                return
+        check_layer_cache(where, argument, cache, spec, device, flat=self._flat)
+        if key is not None:
+            if len(self._passed) >= _KEPT_CACHES:
+                self._passed.clear()
+            self._passed.add(key)
 
 
 def _mismatch(text: str) -> NoReturn:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
-from mla_portable.attention.checks import check_layer_cache
+from mla_portable.attention.checks import CacheCheck
 from mla_portable.attention.layer_registry import ForcedBackend, LayerRegistry
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.choose import Registry
@@ -131,6 +131,7 @@ class PromptAttention:
         self.spec, self.head_dims, self.key_rows = spec, head_dims, rows
         self.device = device_of(_CLASS, device)
         self._accelerator = accelerator(self.device)
+        self._check_cache = CacheCheck(_WHERE, "kv_cache", spec, self.device)
         layers = LayerRegistry(registry, backend, where=_CLASS)
         with self._accelerator.guard():  # what is tried and bound for a device runs on it
             requests = prompt_requests(spec, head_dims, layers.facts(self.device))
@@ -188,24 +189,44 @@ class PromptAttention:
         out = self._check(q, kv_c, k_pe, project, kv_cache, topk_indices, plan, out)
         if plan.num_tokens == 0:
             return out
+        topk = topk_indices if plan.masked else None
+        if topk is not None and topk.shape[0] > plan.num_tokens:
+            topk = topk[: plan.num_tokens]
+        if self._accelerator.is_current():
+            return self._forward(q, kv_c, k_pe, project, kv_cache, topk, plan, out)
         with self._accelerator.guard():
-            topk = topk_indices[: plan.num_tokens] if topk_indices is not None and plan.masked else None
-            *earlier, last = plan.parts
-            if not earlier:
-                self._attend(q, *self._keys(kv_c, k_pe, project, kv_cache, plan, last), topk, plan, last, out, None)
-                return out
-            outs, lses = q.new_empty((2, *out.shape)), q.new_empty((2, *out.shape[:2]), dtype=torch.float32)
-            for number, part in enumerate(plan.parts):
-                at = int(number > 0)  # what was merged, and the part
-                keys = self._keys(kv_c, k_pe, project, kv_cache, plan, part)
-                self._attend(q, *keys, topk, plan, part, outs[at], lses[at])
-                if at:
-                    merged, lse = self._merge(outs, lses)
-                    (out if part is last else outs[0]).copy_(merged)
-                    lses[0].copy_(lse)
-        return out
+            return self._forward(q, kv_c, k_pe, project, kv_cache, topk, plan, out)
 
     __call__ = forward
+
+    def _forward(
+        self,
+        q: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        project: Project,
+        kv_cache: Cache | None,
+        topk: Tensor | None,
+        plan: PromptPlan,
+        out: Tensor,
+    ) -> Tensor:
+        """On the current device; tensors as `forward` has checked them. topk: [T, K], None where the plan is not masked."""
+        last = plan.parts[-1]
+        if len(plan.parts) == 1:
+            self._attend(q, *self._keys(kv_c, k_pe, project, kv_cache, plan, last), topk, plan, last, out, None)
+            return out
+        outs, lses = q.new_empty((2, *out.shape)), q.new_empty((2, *out.shape[:2]), dtype=torch.float32)
+        of_part = tuple(zip(outs.unbind(), lses.unbind(), strict=True))  # what was merged, and the part
+        for number, part in enumerate(plan.parts):
+            keys = self._keys(kv_c, k_pe, project, kv_cache, plan, part)
+            self._attend(q, *keys, topk, plan, part, *of_part[number > 0])
+            if number:
+                merged, lse = self._merge(outs, lses)
+                if part is last:
+                    return out.copy_(merged)
+                of_part[0][0].copy_(merged)
+                of_part[0][1].copy_(lse)
+        return out
 
     def _keys(
         self, kv_c: Tensor, k_pe: Tensor, project: Project, kv_cache: Cache | None, plan: PromptPlan, part: KeyPart
@@ -214,16 +235,18 @@ class PromptAttention:
         if part.num_context:
             assert kv_cache is not None  # _check refuses a plan with contexts otherwise
             width = kv_c.shape[1]
-            rows = kv_c.new_empty((part.num_keys, self.spec.layout.key_width))
+            key_width = self.spec.layout.key_width
+            rows = kv_c.new_empty((part.num_keys, key_width))
             self._gather(kv_cache, plan.block_table, part.seq_lens, part.workspace_starts, out=rows)
+            latent, rope = rows.split_with_sizes((width, key_width - width), 1)
             if part.new_rows is not None:  # after the gather, which writes an earlier part's positions to rows of new tokens
-                rows[:, :width].index_copy_(0, part.new_rows, kv_c)
+                latent.index_copy_(0, part.new_rows, kv_c)
                 if self._concat is not None:
-                    rows[:, width:].index_copy_(0, part.new_rows, k_pe)
-            kv_c, k_pe = rows[:, :width], rows[:, width:]
-        dims = self.head_dims
-        projected = self._projected(project(kv_c), len(kv_c)).view(len(kv_c), self.spec.num_heads, dims.nope + dims.value)
-        own, value = projected[..., : dims.nope], projected[..., dims.nope :]
+                    rope.index_copy_(0, part.new_rows, k_pe)
+            kv_c, k_pe = latent, rope
+        dims, num_keys = self.head_dims, kv_c.shape[0]
+        projected = self._projected(project(kv_c), num_keys).view(num_keys, self.spec.num_heads, dims.nope + dims.value)
+        own, value = projected.split_with_sizes((dims.nope, dims.value), 2)
         return own if self._concat is None else self._concat(own, k_pe), value
 
     def _projected(self, value: Any, rows: int) -> Tensor:
@@ -312,7 +335,7 @@ class PromptAttention:
         """The cache is as the spec says, and the plan's block table holds the contexts."""
         if kv_cache is None:
             refuse(_WHERE, "kv_cache", "None", f"the cache, which has contexts of up to {plan.max_context_len} tokens")
-        check_layer_cache(_WHERE, "kv_cache", kv_cache, self.spec, self.device)
+        self._check_cache(kv_cache)
         held = plan.block_table.shape[1] * self.spec.block_size
         if plan.max_context_len > held:
             got, expected = (

@@ -46,14 +46,15 @@ class Counts(NamedTuple):
     def of(cls, query_lens: Lengths, seq_lens: Lengths, topk: int, key_rows: int) -> Counts:
         """query_lens, seq_lens: [R], new tokens, and new tokens with their context. topk, key_rows: as of `plan_prompts`."""
         new, length = query_lens.astype(np.int64), seq_lens.astype(np.int64)
-        before = length - new
-        # the tokens of a request that see at most K keys are the first ones
-        few = np.clip(topk - before, 0, new)
-        selected = few * before + few * (few + 1) // 2 + (new - few) * topk
-        pairs = new * before + new * (new + 1) // 2
-        tokens, keys = int(new.sum()), int(length.sum())
+        seen = int((new * (2 * length - new + 1) // 2).sum())  # token i of a request sees all before its tokens, and i + 1
+        tokens, keys, selected = int(new.sum()), int(length.sum()), seen
+        if len(length) and length.max() > topk:
+            # the tokens of a request that see at most K keys are the first ones
+            before = length - new
+            few = np.minimum(np.maximum(topk - before, 0), new)
+            selected = int((few * before + few * (few + 1) // 2 + (new - few) * topk).sum())
         parts = -(-max(0, keys - key_rows) // key_rows)
-        return cls(tokens, keys, int(pairs.sum()), int(selected.sum()), parts, parts * tokens)
+        return cls(tokens, keys, seen, selected, parts, parts * tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,11 +101,11 @@ def compare(built: Any) -> None:
     torch.testing.assert_close(actual, wanted, rtol=0.02, atol=0.03 if fp8 else 0.004)
 
 
-def fixture(case: Any, **options: Any) -> Any:
+def fixture(case: Any, *, fused: bool = FUSED, **options: Any) -> Any:
     """A case's objects. Where SGLang fuses top-k it expects slots, in place of the kit's positions in a request."""
     built = kit.build_dsa_sparse_attention_fixture(CASE, case, device=DEVICE, **options)
     gathers = built.backend.dsa_kv_cache_store_fp8 and options.get("dsa_prefill_backend") == "flashmla_sparse"
-    if FUSED and not gathers:
+    if fused and not gathers:
         requests = torch.tensor([i for i, rows in enumerate(case.input_lens) for _ in range(rows)]).to(DEVICE)
         table = built.runner.req_to_token_pool.req_to_token[built.forward_batch.req_pool_indices[requests]]
         slots = table.gather(1, built.topk_indices.clamp(min=0).long()).to(torch.int32)

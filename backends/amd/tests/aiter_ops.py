@@ -20,7 +20,7 @@ KERNELS = {"gfx942": (8, 16, 32, 128), "gfx950": (8, 16, 32, 64, 128)}
 """bf16, not persistent, one query token: hsa/<arch>/mla/mla_asm.csv, as the dispatch in asm_mla.cu asks for them."""
 FP8_KERNELS = (8, 16, 128)
 COMPUTE_UNITS = {"gfx942": 304, "gfx950": 256}
-REACH = 1 << 32
+REACH = 1 << 31
 _TILE = 16
 _HEADS_WITHOUT_MERGE = (32, 64, 128)
 
@@ -89,7 +89,7 @@ def mla_decode_fwd(
     assert kv_indptr.shape == (tokens + 1,) and kv_indptr[0] == 0 and bool((kv_indptr.diff() >= 0).all())
     assert kv_indptr[-1] <= kv_indices.shape[0]
     assert bool(((kv_indices >= 0) & (kv_indices < kv_buffer.shape[0])).all()), "the kernel reads any page that it is given"
-    assert kv_buffer.shape[0] * kv_buffer.stride(0) * kv_buffer.element_size() <= REACH, "wraps around"
+    assert kv_buffer.shape[0] * kv_buffer.stride(0) <= REACH, "wraps around"
     splits = num_kv_splits
     if splits is None or num_kv_splits_indptr is None:
         splits = splits or max(1, min(16, COMPUTE_UNITS[ARCH] // tokens))

@@ -93,7 +93,7 @@ def test_rows_that_the_kernel_does_not_reach_are_copied(monkeypatch, apart):
     storage = torch.full((6, 16 * 576 + apart), math.nan, dtype=torch.bfloat16)
     cache = storage[:, : 16 * 576].unflatten(1, (16, 576)).copy_(torch.randn(6, 16, 576))
     for module in (attention, aiter_ops):
-        monkeypatch.setattr(module, "REACH", 40 * 576 * 2)
+        monkeypatch.setattr(module, "REACH", 40 * 576)
     monkeypatch.setattr(attention, "COPIED_ROWS", 40)
     (out, lse), (want, want_lse) = attended("gfx950", 7, 16, 16, cache, lse=True)
     assert close(out, want) and close(lse, want_lse)

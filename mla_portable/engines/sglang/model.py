@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mla_portable.attention import AttentionSpec
+from mla_portable.engines.sglang import settings
 from mla_portable.engines.sglang.seams import FA3, KV, SPARSE
 from mla_portable.kit.defaults import neutral_defaults
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, KV_LORA_RANK, LAYOUTS, QK_ROPE_HEAD_DIM
@@ -23,6 +24,8 @@ _POOLS: Final[Mapping[tuple[int, bool], str]] = {
 """(width of the rotary part, FP8 rows with scales) -> layout."""
 METHOD_OF: Final = {"flashmla_sparse": SPARSE, "flashmla_kv": KV, "fa3": FA3}
 """Values of --dsa-prefill-backend and --dsa-decode-backend -> the method that serves them."""
+_HISPARSE: Final = {"flashmla_sparse": False, "flashmla_kv": True}
+"""Those of them that SGLang combines with --enable-hisparse -> FP8 rows."""
 
 
 def methods_in_use(backend: Any) -> tuple[str, ...]:
@@ -57,6 +60,31 @@ def keys_of_pool(backend: Any) -> int:
     return getattr(backend, "dsa_index_kpool", 1)
 
 
+def in_host_memory(backend: Any) -> bool:
+    """The KV cache is in host memory (--enable-hisparse). Slots are of a buffer on the device, into which SGLang copies rows
+    that a decode selects before it calls a method; those of an extend are there."""
+    return backend.hisparse_coordinator is not None
+
+
+def _against_hisparse(backend: Any) -> str | None:
+    """Why a KV cache in host memory is not served, in words; None where there is none, or where it is served."""
+    if not in_host_memory(backend):
+        return None
+    if not settings.hisparse():
+        return f"HiSparse, a KV cache in host memory (experimental: {settings.ENV_HISPARSE}=on has it served)"
+    if keys_of_pool(backend) > 1:
+        return (
+            "HiSparse, a KV cache in host memory, with an indexer that scores pools of keys (supports one that scores each key)"
+        )
+    fp8 = bool(backend.dsa_kv_cache_store_fp8)
+    asked = dict.fromkeys((backend.dsa_prefill_impl, backend.dsa_decode_impl))
+    wrong = [each for each in asked if each == "flashmla_auto" or (each in METHOD_OF and _HISPARSE.get(each) != fp8)]
+    if not wrong:
+        return None
+    got = f"{'an FP8' if fp8 else 'a BF16'} cache and {', '.join(wrong)}"
+    return f"HiSparse, a KV cache in host memory, with {got} (supports flashmla_kv with FP8, flashmla_sparse with BF16)"
+
+
 def has_sinks(model_runner: Any) -> bool:
     """The model's layers have attention sinks."""
     return bool(getattr(model_runner.model_config.hf_config, "learnable_sink", False))
@@ -74,14 +102,14 @@ def refusals(backend: Any, model_runner: Any) -> list[str]:
         ),
         (page != PAGE, f"pages of {page} tokens (supports {PAGE})"),
         (getattr(backend, "dcp_size", 1) > 1, "decode context parallelism (supports 1 rank)"),
-        (backend.hisparse_coordinator is not None, "HiSparse, a KV cache in host memory (supports a cache on the device)"),
         (
             getattr(arguments, "enable_pdmux", False),
             "prefills and decodes on two streams, --enable-pdmux (supports one)",
         ),
         (getattr(backend, "_kv_shard_pool", None) is not None, "a cache sharded over ranks (supports whole caches)"),
     )
-    return [words for refused, words in checks if refused]
+    hisparse = _against_hisparse(backend)
+    return [*(words for refused, words in checks if refused), *([] if hisparse is None else [hisparse])]
 
 
 @neutral_defaults()

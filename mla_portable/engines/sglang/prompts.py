@@ -159,11 +159,12 @@ def prompts(backend: Any, model_runner: Any, spec: AttentionSpec, facts: DeviceF
     """Beside the BackendLayers of a backend object; None where its prompts always take the sparse route.
 
     Those of models without a rotary part do: their layers see another object, which has this one and a second for its
-    layers of linear attention, and an indexer of pools of keys names slots alone.
+    layers of linear attention, and an indexer of pools of keys names slots alone. With HiSparse the page tables
+    do not name rows of the pool.
 
     spec: of the rows in SGLang's cache.
     """
-    if not spec.layout.rope_width or model.keys_of_pool(backend) > 1:
+    if not spec.layout.rope_width or model.keys_of_pool(backend) > 1 or model.in_host_memory(backend):
         return None
     config = model_runner.model_config
     if getattr(config, "scaling", None) is None:  # not of a model with latent rows

@@ -50,7 +50,7 @@ class BackendLayers:
         self._plain = LAYOUTS[self._pool].workspace.name  # rows that SGLang gathers from an FP8 cache
         self._device = device
         self._spec = functools.partial(model.make_spec, backend, model_runner)
-        self._clean = model.keys_of_pool(backend) == 1
+        self._clean = model.keys_of_pool(backend) == 1 and not model.in_host_memory(backend)
         self._attentions: dict[tuple[str, bool], SlotAttention] = {}
         sinks = model.has_sinks(model_runner)
         for method in reasons:
@@ -181,7 +181,8 @@ def _attention(spec: AttentionSpec, device: torch.device, *, clean: bool) -> Slo
     """One for all backend objects of a spec, whose calls were made once: no request waits for a kernel.
 
     SGLang's lists end with -1 behind a row's clipped length, and its own methods give them to FlashMLA as they are: the slots
-    are clean, but for those of an indexer of pools of keys, which it does not give it.
+    are clean, but for those of an indexer of pools of keys, which it does not give it, and those of HiSparse's buffer, of which
+    a row that pads a batch has a length and no slot.
     """
     shared = _shared()
     found = shared.get((spec, device, clean))
@@ -236,6 +237,8 @@ def attach(backend: Any, model_runner: Any) -> BackendLayers | None:
     served = "; ".join(f"{each.spec.kv_layout}: {served_by(each.route_decision)}" for each in layers.attentions)
     if layers.prompts is not None:
         served += f"; prompts over keys of each head: {layers.prompts.served_by}"
+    if model.in_host_memory(backend):
+        served += "; HiSparse, experimental"
     why, heads = "; ".join(dict.fromkeys(wanted.values())), backend.num_q_heads
     _log_once(f"mla_portable serves {', '.join(wanted)} for {names} on {facts}, {heads} heads: {served}; because {why}")
     for each in layers.attentions:

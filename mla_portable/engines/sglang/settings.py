@@ -15,7 +15,11 @@ logger = logging.getLogger("sglang.mla_portable")
 
 ENV_MODE: Final = "MLA_PORTABLE_SGLANG"
 ENV_INDEXER: Final = "MLA_PORTABLE_SGLANG_INDEXER"
-VARIABLES: Final = {name: Variable.choice(name, "auto", "on", "off") for name in (ENV_MODE, ENV_INDEXER)}
+ENV_HISPARSE: Final = "MLA_PORTABLE_SGLANG_HISPARSE"
+VARIABLES: Final = {
+    **{name: Variable.choice(name, "auto", "on", "off") for name in (ENV_MODE, ENV_INDEXER)},
+    ENV_HISPARSE: Variable.choice(ENV_HISPARSE, "on", "off"),
+}
 """By name."""
 
 
@@ -33,3 +37,8 @@ def mode(environ: Mapping[str, str] | None = None) -> str:
 def indexer(environ: Mapping[str, str] | None = None) -> str:
     """Whose functions score the indexer's keys: "on": these, "off": SGLang's, "auto": these where DeepGEMM cannot run."""
     return read(VARIABLES[ENV_INDEXER], environ).lower() or "auto"
+
+
+def hisparse(environ: Mapping[str, str] | None = None) -> bool:
+    """Attention over a KV cache in host memory (HiSparse) is served here; it is experimental."""
+    return read(VARIABLES[ENV_HISPARSE], environ).lower() == "on"

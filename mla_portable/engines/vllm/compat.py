@@ -13,6 +13,7 @@ import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
@@ -191,6 +192,7 @@ def takes_masked_prompts(vllm_config: Any, qk_head_dim: int, v_head_dim: int) ->
     return thresholds(**{name: value for name, value in facts.items() if name in known})
 
 
+@cache
 def prompt_marks(topk: int) -> tuple[int, tuple[()] | None]:
     """`prefill_max_seq_len` of a step whose prompts go to `forward_mha`, and `chunked_context` of their description.
 

@@ -214,12 +214,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
             raise InvalidArgument("vLLM", "scale", got=f"a layer that scales by {self.scale}", expected=expected)
         if topk_indices is None:
             raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
-        num_tokens, num_heads = (q if isinstance(q, Tensor) else q[0]).shape[:2]
-        kv_cache = self._rows(kv_c_and_k_pe_cache)
-        shape = num_tokens, num_heads, attention.spec.layout.value_width
-        out = torch.empty(shape, dtype=torch.bfloat16, device=kv_cache.device)
-        own: dict[str, Any] = {"attn_sink": self.sinks, "same_selection": self.same_selection, "out": out}
-        return attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, **own)
+        own: dict[str, Any] = {"attn_sink": self.sinks, "same_selection": self.same_selection}
+        return attention.forward(q, self._rows(kv_c_and_k_pe_cache), topk_indices, attn_metadata.plan, **own)
 
     def forward_mha(
         self,
@@ -244,16 +240,16 @@ class MLAPortableImpl(compat.IMPL_BASE):
             got = f"output_scale {output_scale is not None}, prompts {step is not None}, indexer {topk_indices is not None}"
             raise InvalidArgument("vLLM", "forward_mha", got=got, expected="a step whose prompts the builder described")
         attention, project = step.attention, self._project
-        shape = len(q), self.num_heads, attention.head_dims.value
+        first, tokens = attn_metadata.num_decode_tokens, q.shape[0]
         attention.forward(
             q,
             kv_c_normed,
             k_pe.flatten(1),
             lambda latent: project(latent)[0],
             self._rows(kv_c_and_k_pe_cache),
-            topk_indices[attn_metadata.num_decode_tokens :],
+            topk_indices[first : first + tokens] if step.plan.masked else None,
             step.plan,
-            out=output.view(shape),
+            out=output.view(tokens, self.num_heads, attention.head_dims.value),
         )
 
     @staticmethod

@@ -77,6 +77,7 @@ class Requests:
     longest: int
     schedules: dict[BoundIndexer, DecodeSchedule] = field(default_factory=dict, init=False, repr=False)
     _narrow: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _seen: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     def table(self, block_size: int, *, whole: bool) -> Tensor:
         """The block table; unless `whole`, its columns in use alone. A graph needs all: later sequences are longer.
@@ -92,11 +93,18 @@ class Requests:
 
     def select_all(self, out: Tensor) -> None:
         """Write every position that each token sees to `out` [T, K] int32, ascending, then -1: no sequence is longer than K."""
+        if self._seen is None or self._seen[0].shape[0] != out.shape[1]:
+            self._seen = self._count_seen(out)
+        column, seen, absent = self._seen
+        torch.where(column < seen, column, absent, out=out)
+
+    def _count_seen(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Columns [K], how many positions each token sees [T, 1], and -1: the same for all layers of the step. int32."""
         ends, device = self.query_start_loc[1:], out.device
         token, column = (torch.arange(size, dtype=torch.int32, device=device) for size in out.shape)
         request = torch.searchsorted(ends, token, right=True).clamp_(max=len(ends) - 1)
         seen = torch.where(token < ends[-1], token - ends[request] + self.seq_lens[request] + 1, 0)
-        out.copy_(column).masked_fill_(column >= seen.unsqueeze(1), -1)
+        return column, seen.unsqueeze(1), torch.full((), -1, dtype=torch.int32, device=device)
 
 
 class IndexerStep(NamedTuple):

@@ -182,6 +182,8 @@ def _scenes(
     if level == "smoke":
         return
     yield from (replace(p, blocks="address") for p in base if shapes.can_hold_vast(p.kv_layout, facts, level))
+    once = [p for p in base if (p.kv, p.scale_format) in shapes.one_storage_each(axes["storage"])]
+    yield from (replace(p, blocks="slab") for p in once if shapes.can_hold_vast(p.kv_layout, facts, level, slabs=1))
     pair = plain | {"blocks": ["pair"], "block_size": [size for size in axes["block_size"][-1:] if size and size >= PAIR_BLOCK]}
     yield from params(pair) if pair["block_size"] else ()
     narrow = plain | {
@@ -290,6 +292,15 @@ def _second_caches(
     if can_capture(implementation, facts) and all(graphed.values()):
         for choice in covering(graphed, strength=1, allowed=allowed):
             yield replace(_params(implementation, choice, budget), run="graph")
+    kinds = shapes.one_storage_each(axes["storage"])
+    slabs = {name: values[:1] for name, values in axes.items()} | {
+        "storage": [each for each in kinds if shapes.can_hold_vast(shapes.layout_of_storage(each[0]), facts, level, slabs=2)],
+        "block_size": [size for size in axes["block_size"] if size is not None][:1],
+        "extra_block_size": sizes[:1],
+        "pattern": ["holes"],
+    }
+    for choice in covering(slabs, strength=1, allowed=allowed) if all(slabs.values()) else ():
+        yield replace(_params(implementation, choice, budget), blocks="slab")
 
 
 def _edges(

@@ -53,7 +53,8 @@ class AttentionParams(Params):
         limits: "mixed"; "edges", the lengths are EDGES in turn, of a second cache too.
         inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
         blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only; "address", a
-            cache of more than 2**31 elements.
+            cache of more than 2**31 elements; "slab", a layer of a buffer of all layers, of more than 2**32. A second cache
+            likewise.
         size: magnitudes of queries and tokens (`draw.SIZES`).
         schedule: the kind to pass, None for no schedule.
         with_lse: it is asked for.
@@ -116,6 +117,11 @@ class AttentionParams(Params):
     def strided(self) -> bool:
         """Blocks lie further apart than they are long."""
         return self.blocks in ("strided", "pair")
+
+    @property
+    def vast(self) -> bool:
+        """The cache has more than 2**31 elements."""
+        return self.blocks in ("address", "slab")
 
     @property
     def kv_layout(self) -> str:
@@ -195,7 +201,7 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     """The problem that `params` describe; see AttentionParams."""
     g, stage = draw.generator(seed), Stage(device)
     layout = LAYOUTS[params.kv_layout]
-    kv = _vast_kv(params, stage, g) if params.blocks == "address" else _kv(params, stage, "kv", g)
+    kv = _kv(params, stage, "kv", g)
     q = draw.queries(params.rows, params.heads, layout, params.size, g)
     if params.accuracy == "low":
         q = q * LOW_QUERIES
@@ -211,7 +217,6 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
             block_size=params.extra_block_size,
             pattern=params.extra_pattern,
             lengths=params.extra_lengths,
-            blocks="packed" if params.blocks == "address" else params.blocks,
         )
         extra = _drawn(own, _kv(own, stage, "extra_kv", g), g, 1)
     return problem_of(params, Drawn(q, keys, extra), stage, g, facts)
@@ -336,7 +341,9 @@ class _Oracle:
 
 
 def _kv(params: AttentionParams, stage: Stage, name: str, g: torch.Generator) -> _KV:
-    """A small cache (a workspace is one block of it), most of whose slots hold tokens at shuffled places."""
+    """A small cache (a workspace is one block of it), most of whose slots hold tokens at shuffled places; or a vast one."""
+    if params.vast:
+        return _vast_kv(params, stage, g)
     layout = LAYOUTS[params.kv_layout]
     wanted = 2 * draw.MIXED_TOKENS if params.pattern == draw.MIXED else params.topk + params.topk // 4 + 10
     block_size = params.block_size or wanted
@@ -361,9 +368,11 @@ def _kv(params: AttentionParams, stage: Stage, name: str, g: torch.Generator) ->
 def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     """A cache of more than 2**31 elements, and a small one with the same tokens in order for the oracle."""
     layout = LAYOUTS[params.kv_layout]
-    placed, device_rows, used = draw.vast(layout, params.block_size or 1, stage.device)
+    block_size = params.block_size or 1
+    in_slab = 1 if params.block_size is None else draw.SLAB_LAYERS  # flat rows lie side by side
+    layers = in_slab if params.blocks == "slab" else 0
+    placed, device_rows, used = draw.vast(layout, block_size, stage.device, layers=layers, alignment=params.alignment)
     tokens = draw.cached_rows(len(used), layout, params.scale_format, g)
-    block_size = device_rows.shape[1]
     draw.put_rows(layout, device_rows, used, tokens)
     small = draw.paged_cache(layout, len(used), 1)
     original_used = torch.arange(len(used))

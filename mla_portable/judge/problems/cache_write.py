@@ -16,7 +16,17 @@ from mla_portable.judge.problems import draw
 from mla_portable.judge.problems.base import STRENGTH, Params, Problems
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Symptom, field_of, same_bits
-from mla_portable.judge.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged, paged_cache, shuffled, vast
+from mla_portable.judge.problems.draw import (
+    PAIR_BLOCK,
+    SLAB_LAYERS,
+    generator,
+    guard_rows,
+    near,
+    paged,
+    paged_cache,
+    shuffled,
+    vast,
+)
 from mla_portable.judge.problems.exact import (
     INT32_MAX,
     INT32_MIN,
@@ -99,7 +109,8 @@ class WriteParams(Params):
         values: "plain"; "edges": zeros, signed zeros, a group's maximum on and next to a power of two, ties, extremes;
             "zero": the first group of a token that is written is 0.
         inputs: "packed", or "views" of a wider projection. blocks: "packed"; "strided", by whole rows; "odd", by a few bytes;
-            "pair", two that lie apart; "address", of a cache of more than 2**31 elements.
+            "pair", two that lie apart; "address", of a cache of more than 2**31 elements; "slab", of a layer of a buffer of all
+            layers, of more than 2**32.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -124,7 +135,7 @@ class WriteParams(Params):
         width, scale_format = layout.key_width, self.scale_format or "pow2"
         values = edges(self.tokens, width, g) if self.values == "edges" else torch.randn(self.tokens, width, generator=g) * 3
         values = values.to(self.dtype)
-        far = self.blocks == "address"
+        far = self.blocks in ("address", "slab")
         num_blocks = 2 if self.blocks == "pair" else max(3, -(-3 * NUM_TOKENS // self.block_size))
         slots = torch.empty(0).long() if far else self._slots(num_blocks * self.block_size, g)
         if self.values == "zero":
@@ -208,13 +219,14 @@ class WriteParams(Params):
         return tuple(stage.adopt(name, each.storage, each.view) for name, each in placed), judge
 
     def _far(self, layout: CacheLayout, stage: Stage, write: _Write) -> tuple[Tensor, Tensor, Judge]:
-        """Slots on both sides of element 2**31; what is written there is compared, and the neighbours in between."""
-        view, rows, slots = vast(layout, self.block_size, stage.device)
+        """The slots that `vast` names; what is written there is compared, and the neighbours in between."""
+        view, rows, slots = vast(layout, self.block_size, stage.device, layers=SLAB_LAYERS if self.blocks == "slab" else 0)
         targets = slots[:: len(slots) // self.tokens][: self.tokens].contiguous()
         beside = torch.cat([slots, targets.clamp(max=view.shape[0] * self.block_size - 2) + 1]).unique()
         draw.put_rows(layout, rows, beside, draw.poison(layout).expand(len(beside), -1))
-        small = paged_cache(layout, len(beside), 1)
-        want = write(small.view, torch.searchsorted(beside, targets)).view(torch.uint8).view(len(beside), layout.row_bytes)
+        small = paged_cache(layout, -(-len(beside) // self.block_size), self.block_size)
+        written = write(small.view, torch.searchsorted(beside, targets)).view(torch.uint8)
+        want = draw.taken_rows(layout, written, torch.arange(len(beside)))
 
         def symptom(where: tuple[int, ...]) -> tuple[str, str]:
             return field_of(layout, where[1]), f"slot {int(beside[where[0]])}"
@@ -232,7 +244,7 @@ class CacheWriteParams(WriteParams):
 
     primitive = CACHE_WRITE
     names = ("kv_c", "k_pe", "kv_cache")
-    further = ("odd", "address")
+    further = ("odd",)
 
 
 def _name_row(row: int, rows: Tensor) -> str | None:
@@ -304,8 +316,10 @@ def write_params(
             yield replace(params, blocks="pair")
         if "odd" in kind.further and not support.needs_whole_rows and support.cache_alignment == 1:
             yield replace(params, blocks="odd")
-        if "address" in kind.further and can_hold_vast(params.kv, facts, level):
+        if can_hold_vast(params.kv, facts, level):
             yield replace(params, blocks="address")
+        if can_hold_vast(params.kv, facts, level, slabs=1):
+            yield replace(params, blocks="slab")
         if can_capture(implementation, facts):
             yield replace(params, run="graph", skips="corpus")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import CACHE_ALIGNMENT
+from mla_portable.errors import MLAPortableError
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, plugin_layout
 from mla_portable.layouts import SCALE_GROUP, Cache, CacheLayout, CacheTensor
 
@@ -41,6 +42,8 @@ MIXED: Final = "mixed"
 where there are not as many rows as that. What is invalid is so by little (`near`): memory that a faulty kernel may read."""
 MIXED_TOKENS: Final = 48
 """Tokens that such a problem's cache holds."""
+SLAB_LAYERS: Final = 3
+"""Layers of a slab, a buffer in which the pages of a block, one of each layer, follow one another; a case has a later one."""
 GUARD_ROWS: Final = 64
 """Rows at least before and behind the blocks of a cache, which keep their alignment."""
 
@@ -262,21 +265,41 @@ def _views(
     return rows, storage.view(dtype).as_strided(shape, strides, offset // size)
 
 
-def vast(layout: CacheLayout, block_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def vast(
+    layout: CacheLayout, block_size: int, device: torch.device, *, layers: int = 0, alignment: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """A cache of more than 2**31 elements, whose memory a CPU commits only where it is touched.
 
-    Returns: (cache on the device, rows as bytes on the device, slots [n] int64 worth using: at the start, on both sides of
-        element 2**31 and at the end).
+    Args:
+        layers: of the slab of more than 2**32 elements that it is a layer of; 0, of none. alignment: of blocks, in bytes.
+    Returns: (cache on the device, rows as bytes on the device, slots [n] int64 worth using: at the start, on both sides of byte
+        and of element 2**31, of a slab also of element 2**32, and at the end).
+    Raises: MLAPortableError where the device has less memory left.
     """
-    boundary = 2**31 // layout.row_width
-    num_blocks = -(-(boundary + 4096) // block_size)
-    num_slots = num_blocks * block_size
-    storage = torch.empty(num_slots * layout.row_bytes, dtype=torch.uint8, device=device)
-    stride = block_size * layout.row_bytes
-    rows, view = _views(storage, layout.dtype, layout.row_width, num_blocks, block_size, stride, 0)
+    size, (page,) = layout.dtype.itemsize, block_strides(layout, block_size, alignment=alignment)
+    stride, offset = max(layers, 1) * page, page if layers else 0
+    borders = sorted({2**31, 2**31 * size, 2**32 * size} if layers else {2**31, 2**31 * size})
+
+    def slot_at(byte: int) -> int:
+        block, within = divmod(byte - offset, stride)
+        return block * block_size + min(within // layout.row_bytes, block_size)
+
+    num_blocks = -(-(slot_at(borders[-1]) + 4096) // block_size)
+    storage = _room(offset + num_blocks * stride, device)
+    rows, view = _views(storage, layout.dtype, layout.row_width, num_blocks, block_size, stride, offset)
     put_rows(layout, rows, torch.tensor([0]), poison(layout)[None])  # where a careless kernel looks for absent tokens
-    ends = [torch.arange(1, 9), torch.arange(boundary - 8, boundary + 8), torch.arange(num_slots - 8, num_slots)]
-    return view, rows, torch.cat(ends)
+    around = [torch.arange(at - 8, at + 8) for at in map(slot_at, borders)]
+    num_slots = num_blocks * block_size
+    return view, rows, torch.cat([torch.arange(1, 9), *around, torch.arange(num_slots - 8, num_slots)])
+
+
+def _room(num_bytes: int, device: torch.device) -> Tensor:
+    """[num_bytes] uint8, not initialised. Raises: MLAPortableError in place of torch's error."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # of a GPU or of a CPU
+        words = f"the case needs a cache of {num_bytes / 2**30:.1f} GiB on {device}, which has less left"
+        raise MLAPortableError(f"{words}: end what else uses it, or run on a device with more memory") from error
 
 
 _MIXED_MASKS: Final[dict[str, Callable[[Tensor, int], Tensor]]] = {

@@ -17,7 +17,17 @@ from mla_portable.judge.problems.base import STRENGTH, Params, Problems, one_var
 from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Tolerance, close, limit_of, same_bits
 from mla_portable.judge.problems.cover import Choice
-from mla_portable.judge.problems.draw import PAIR_BLOCK, Paged, cached_rows, generator, paged_cache, shuffled, taken_rows, vast
+from mla_portable.judge.problems.draw import (
+    PAIR_BLOCK,
+    SLAB_LAYERS,
+    Paged,
+    cached_rows,
+    generator,
+    paged_cache,
+    shuffled,
+    taken_rows,
+    vast,
+)
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.judge.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.judge.problems.stage import Problem, Results, Stage
@@ -121,7 +131,8 @@ class GatherUpconvertParams(Params):
         placing: "tight", requests one after the other; "gaps", in another order with unowned rows between; "short", the
             last request runs past the workspace.
         inputs: "packed", or "views" of wider tables. blocks: "packed"; "strided"; "pair", two that lie apart, all of one
-            request; "address", of a cache of more than 2**31 elements.
+            request; "address", of a cache of more than 2**31 elements; "slab", of a layer of a buffer of all layers, of
+            more than 2**32.
     """
 
     primitive = GATHER_UPCONVERT
@@ -181,9 +192,12 @@ class GatherUpconvertParams(Params):
         cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks in ("strided", "pair"))
         cache.put(slots, tokens)
         original, table_original = cache.view, table
-        if self.blocks == "address" and isinstance(cache, Paged):
-            kv_placed, device_rows, far = vast(layout, self.block_size, device)
+        if self.blocks in ("address", "slab") and isinstance(cache, Paged):
+            kv_placed, device_rows, far = vast(
+                layout, self.block_size, device, layers=SLAB_LAYERS if self.blocks == "slab" else 0
+            )
             far_blocks = (far // self.block_size).unique().flip(0)  # the farthest first: every request reads from it
+            far_blocks = far_blocks[torch.linspace(0, len(far_blocks) - 1, min(len(far_blocks), owned)).long()]
             picks = torch.arange(owned) % len(far_blocks)
             table = far_blocks[picks].view(len(lens), columns).to(torch.int32)
             table_original = blocks[picks].view(len(lens), columns).to(torch.int32)
@@ -246,6 +260,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
             yield replace(params, blocks="pair")
         if can_hold_vast(params.kv, facts, level):
             yield replace(params, blocks="address")
+        if can_hold_vast(params.kv, facts, level, slabs=1):
+            yield replace(params, blocks="slab")
         if can_capture(implementation, facts):
             yield replace(params, run="graph", placing="gaps", table="holes")
 

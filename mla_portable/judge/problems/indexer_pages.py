@@ -25,7 +25,7 @@ from mla_portable.contracts import (
 from mla_portable.contracts.share import WHOLE
 from mla_portable.judge.problems.base import STRENGTH, Params
 from mla_portable.judge.problems.compare import Tolerance
-from mla_portable.judge.problems.draw import PAIR_BLOCK, generator, paged, shuffled, vast
+from mla_portable.judge.problems.draw import PAIR_BLOCK, SLAB_LAYERS, generator, paged, shuffled, vast
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN, e4m3_values, plugin_layout, token_values
 from mla_portable.judge.problems.shapes import (
     MANY_ROWS,
@@ -61,6 +61,8 @@ SHARES: Final = {
 """Size and rank of a ContextShare, in runs of one token or of a block; all but "none" ask for `context_parallel`."""
 _UNIFORM: Final = ("decode", "drafts", "none", "crowd", "published")
 """Batches whose requests have the same number of tokens."""
+_SINGLE: Final = ("pair", "address", "slab")
+"""Kinds of blocks that make a single request."""
 SCORES: Final = {
     ("bf16", "out"): Tolerance(
         1e-4, 1e-3, "float32 sums of exact products, over 128 channels and then over heads, whose terms may cancel", "row"
@@ -169,7 +171,8 @@ class PageParams(Params):
         table: "plain"; "holes", negative entries and blocks past the cache; "near", the block behind the cache and the one
             before it, in turn, for the second and third block of a request.
         inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided"; of a single request: "pair",
-            two that lie apart; "address", four on both sides of element 2**31 of a cache.
+            two that lie apart; "address", four from the start to behind element 2**31 of a cache; "slab", to behind element
+            2**32 of a buffer of all layers.
         stale: what no request owns holds keys, as it does in an engine, instead of NaN.
         promised: the request says what holds: that the table is whole, where it is "plain"; that requests have the same number
             of tokens.
@@ -200,7 +203,7 @@ class PageParams(Params):
     @classmethod
     def asked(cls, device: DeviceFacts, values: Mapping[str, Any]) -> Request:
         """As of every primitive; what leaves it open may promise, and have tables that allow it."""
-        promised, single = values.get("promised", True), values.get("blocks") in ("pair", "address")
+        promised, single = values.get("promised", True), values.get("blocks") in _SINGLE
         uniform = (single or values.get("batch", "none") in _UNIFORM) and not values.get("tail", 0)
         holds = {
             "whole_tables": values.get("table", "plain") == "plain",
@@ -226,7 +229,7 @@ class PageParams(Params):
     def _batch(self, columns: int) -> list[tuple[int, int]]:
         """(query tokens, length) of each request."""
         block, reach = self.block_size, columns * self.block_size * self.held.size
-        if self.blocks in ("pair", "address"):
+        if self.blocks in _SINGLE:
             return [(3, reach - 1)]
         kinds = {
             "decode": [(1, 1), (1, block), (1, block + 1), (1, FEW)],
@@ -263,8 +266,8 @@ class PageParams(Params):
         g, layout, block_size = generator(seed), LAYOUTS[self.kv], self.block_size
         share = self.held
         longest = {"chunk": 300, "long": _LONG, "crowd": 7}.get(self.batch, max(FEW, block_size + 5))
-        kind = self.blocks if self.blocks in ("pair", "address") else self.batch
-        columns = {"pair": 2, "address": 4, "ragged": self.ragged_blocks}.get(kind, -(-longest // block_size))
+        kind = self.blocks if self.blocks in _SINGLE else self.batch
+        columns = {"pair": 2, "address": 4, "slab": 4, "ragged": self.ragged_blocks}.get(kind, -(-longest // block_size))
         if kind != self.batch or kind == "ragged":  # every block counts
             longest = columns * block_size * share.size
         batch = self._batch(columns)
@@ -277,9 +280,10 @@ class PageParams(Params):
         first, more = {"zero": (0, 0), "late": (2, 2), "outside": (-1, -2), "edges": (0, 0)}[self.starts]
         num_tokens = sum(queries) + self.tail + more
         owned = len(batch) * columns
-        if self.blocks == "address":
-            cache, _, slots = vast(layout, block_size, stage.device)
-            table = (slots // block_size).unique()[[0, 1, -2, -1]].view(1, 4).to(torch.int32)
+        if vast_cache := self.blocks in ("address", "slab"):
+            cache, _, slots = vast(layout, block_size, stage.device, layers=SLAB_LAYERS if self.blocks == "slab" else 0)
+            blocks = (slots // block_size).unique()
+            table = blocks[torch.linspace(0, len(blocks) - 1, 4).long()].view(1, 4).to(torch.int32)
         else:
             num_blocks = owned + (0 if self.blocks == "pair" else 2)
             table = shuffled(num_blocks, g)[:owned].view(len(batch), columns).to(torch.int32)
@@ -323,7 +327,7 @@ class PageParams(Params):
         args = {
             name: stage.read(name, tensor, strided=apart and name in ("q", "weights", "block_table"))
             for name, tensor in arguments.items()
-            if name != "index_cache" or self.blocks != "address"
+            if name != "index_cache" or not vast_cache
         }
         args = {name: args.get(name, cache) for name in arguments}
         return Pages(arguments, args, columns * block_size * share.size, longest)
@@ -403,6 +407,8 @@ def page_params(
                 yield from (replace(planned, batch=batch, run="repeat") for batch in ("drafts", "decode"))
             if can_hold_many(facts, level):
                 yield replace(fewest, batch="crowd")
+            if can_hold_vast(kv, facts, level, slabs=1):
+                yield replace(fewer, blocks="slab")
         if base.block_size >= PAIR_BLOCK:
             yield replace(fewer, blocks="pair")
         if can_hold_vast(kv, facts, level):

@@ -111,16 +111,18 @@ def _few(values: list[int], *, near: int) -> list[int]:
     return sorted(values, key=lambda value: abs(value - near))[:1]
 
 
-def can_hold_vast(layout_name: str, facts: DeviceFacts, level: str) -> bool:
+def can_hold_vast(layout_name: str, facts: DeviceFacts, level: str, *, slabs: int = 0) -> bool:
     """A cache of more than 2**31 elements is affordable here: always virtually on a CPU, with room to spare on a GPU.
 
     bf16 takes twice the bytes of FP8; on a CPU it is left to the full level. A cache in several tensors has no such case.
+    slabs: as many caches of more than 2**32 elements instead.
     """
     if LAYOUTS[layout_name].tensors:
         return False
     if level == "smoke" or (level == "quick" and facts.device_type == "cpu" and not LAYOUTS[layout_name].is_quantized):
         return False
-    return facts.device_type == "cpu" or facts.memory_bytes >= 2 * 2**31 * LAYOUTS[layout_name].dtype.itemsize
+    elements = slabs * 2**32 or 2**31
+    return facts.device_type == "cpu" or facts.memory_bytes >= 2 * elements * LAYOUTS[layout_name].dtype.itemsize
 
 
 MANY_ROWS: Final = 70_000

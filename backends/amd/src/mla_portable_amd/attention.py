@@ -11,8 +11,8 @@ at e4048607 says, and what follows:
 - The lse is natural. It is written by the pass that merges splits, which is left out where there is one split of 32 or more
   heads: where the lse is asked for, at least two splits are.
 - A token without indices has NaN, in o and in the lse.
-- Rows further than 4 GiB from the first are not reached, but for one kernel (ROCm/aiter issue 5765): the rows that are named
-  are copied then.
+- bf16 rows further than 4 GiB from the first are not reached, but for one kernel (ROCm/aiter issue 5765), and of e4m3 rows
+  nothing is known: where a cache has more than 2**31 numbers, the rows that are named are copied.
 - Its scratch is [T, splits, H, 512] float32: `TOKENS` bounds it.
 - Over e4m3 rows queries are e4m3 too, with a scale for all, and so are the weights in front of the product with values.
 """
@@ -42,8 +42,9 @@ TOKENS: Final = 1024
 """Tokens of one call of the operation: with 128 heads its scratch takes 268 MB for each split."""
 COPIED_ROWS: Final = 1 << 17
 """Rows that are copied at a time where the operation does not reach the cache: 151 MB."""
-REACH: Final = 1 << 32
-"""Bytes from the first row that the kernels address."""
+REACH: Final = 1 << 31
+"""Numbers from the first row on that the kernels address: 4 GiB of bf16 rows. Whether numbers wrap around or bytes is not
+published, so of e4m3 rows this is the lesser reach."""
 _MOST_SPLITS: Final = 16
 
 
@@ -61,7 +62,7 @@ class Rows:
         self._cache, self.num_slots = cache, num_blocks * self._block_size
         self._block_rows = cache.stride(0) // width if num_blocks > 1 else self._block_size
         count = (num_blocks - 1) * self._block_rows + self._block_size
-        near = count * width * cache.element_size() <= REACH
+        near = count * width <= REACH
         self.rows = cache.as_strided((count, 1, 1, width), (width, width, width, 1)) if near else None
 
     def of(self, slots: Tensor) -> tuple[Tensor, Tensor]:
