@@ -49,6 +49,7 @@ from mla_portable.primitives.quantize_per_tensor import *
 from mla_portable.primitives.indexer_cache_write import *
 from mla_portable.primitives.indexer_logits import *
 from mla_portable.primitives.indexer_logits_ragged import *
+from mla_portable.primitives.indexer_logits_blocks import *
 from mla_portable.primitives.topk_select import *
 from mla_portable.primitives.indexer_select import *
 from mla_portable.primitives.pack_selection import *
