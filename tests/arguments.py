@@ -145,6 +145,17 @@ def good(primitive: str) -> Arguments:
             "row_ends": i32(T),
             "out": f32(T, W),
         },
+        "indexer_logits_blocks": lambda: {
+            "q": e4m3(T, H, 128),
+            "q_scales": i32(T, H),
+            "weights": bf16(T, H),
+            "keys": e4m3(BLOCKS, BLOCK, 128),
+            "key_scales": i32(BLOCKS, BLOCK),
+            "starts": i32(T, 3),
+            "lengths": i32(T, 3),
+            "block_tokens": 8,
+            "out": bf16(T, 24),
+        },
         "pack_selection": lambda: {"topk_indices": i32(T, K), "width": 99, "starts": i32(T), "out": i32(T, 4)},
         "concat_mla_k": lambda: {"k_nope": bf16(W, H, 128), "k_rope": bf16(W, 64), "out": bf16(W, H, 192)},
         "masked_prefill": lambda: {

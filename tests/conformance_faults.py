@@ -473,6 +473,34 @@ class Model:
             out[token] = torch.where(inside, self._scores(q[token], weights[token], values), -math.inf)
         return out
 
+    def indexer_logits_blocks(self, q, q_scales, weights, keys, key_scales, starts, lengths, *, block_tokens, out):
+        def numbers(codes, scales):
+            size = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            if codes.dtype == torch.int8:
+                byte = codes.view(torch.uint8).long()
+                halves = [byte & 15, byte & 15] if "reads the lower half twice" in self.faults else [byte & 15, byte >> 4]
+                values = torch.cat([size, -size])[torch.stack(halves, dim=-1).flatten(-2)]
+            else:
+                values = codes.float()
+            byte = torch.stack([scales >> 8 * group & 255 for group in range(4)], dim=-1)
+            byte = byte[..., :1].expand(*byte.shape) if "takes one scale for a row" in self.faults else byte
+            factor = torch.where(byte == 255, math.nan, torch.exp2(byte.float() - 127))
+            return (values.unflatten(-1, (4, -1)) * factor.unsqueeze(-1)).flatten(-2)
+
+        flat, offset = numbers(keys, key_scales).flatten(0, 1), torch.arange(block_tokens)
+        queries = numbers(q, q_scales)
+        for token in range(q.shape[0]):
+            slot = (starts[token].long()[:, None] + offset).flatten()
+            there = (starts[token][:, None] >= 0) & (offset < lengths[token][:, None])
+            if "ignores the lengths" in self.faults:
+                there = (starts[token][:, None] >= 0).expand(there.shape)
+            there = there.flatten() & (slot < len(flat))
+            found = torch.full(slot.shape, -math.inf)
+            rows = flat[slot[there]].nan_to_num(0) if "takes NaN for 0" in self.faults else flat[slot[there]]
+            found[there] = self._scores(queries[token], weights[token].float(), rows)
+            out[token] = found
+        return out
+
     def indexer_select(self, *arguments, topk, dcp_size=1, dcp_rank=0, interleave=1, out=None, scores_out=None):
         found = torch.full((arguments[0].shape[0], topk), -1, dtype=torch.int32)
         if scores_out is not None:

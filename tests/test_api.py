@@ -351,7 +351,7 @@ def test_explain_names_everyone(two):
     [
         ("sparse_decod", {}, "primitive", "sparse_decode"),
         ("sparse_decode", {"heads": 16}, "heads", "num_heads"),
-        ("sparse_decode", {"kv_layout": "fp4"}, "kv_layout", "bf16, bf16_nope, fp8_ds_mla"),
+        ("sparse_decode", {"kv_layout": "fp4"}, "kv_layout", "bf16, bf16_128_32, bf16_nope, fp8_ds_mla"),
     ],
 )
 def test_explain_refuses_what_it_does_not_know(two, primitive, fields, argument, expected):

@@ -620,7 +620,7 @@ def test_every_command_has_examples():
 @pytest.mark.parametrize(("path", "line"), list(examples()), ids=lambda value: value if isinstance(value, str) else "")
 def test_an_example_is_in_the_help_and_can_be_called(path, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("run.json.gz", "serve.log"):
+    for name in ("run.json.gz", "serve.log", "glm.npz"):
         (tmp_path / name).touch()
     words = line.split()
     assert words[: len(path)] == path

@@ -199,6 +199,18 @@ def indexer_logits_ragged(s: Step) -> None:
     call(*queries(s), keys, scales, s.ints(s.tokens), s.ints(s.tokens), out=torch.zeros(s.tokens, s.tokens + s.at))
 
 
+def indexer_logits_blocks(s: Step) -> None:
+    """Gathered keys, of any number."""
+    q, _ = queries(s)
+    heads = q.shape[1]
+    keys = s.rows(s.tokens, 128, dtype=torch.uint8).view(torch.float8_e4m3fn), s.ints(s.tokens)
+    lists, weights = (s.ints(s.tokens, 5), s.ints(s.tokens, 5)), s.rows(s.tokens, heads)
+    call = bound(bind_indexer, "indexer_logits_blocks", num_heads=heads)
+    pages = (each.unsqueeze(0) for each in keys)
+    out = torch.zeros(s.tokens, 40, dtype=torch.bfloat16)
+    call(q, s.ints(s.tokens, heads), weights, *pages, *lists, block_tokens=8, out=out)
+
+
 def topk_select(s: Step) -> None:
     """Rows that are short, of any width."""
     logits, bounds = torch.zeros(s.tokens, 5 * BLOCK + s.at), s.ints(2, s.tokens)
@@ -263,7 +275,15 @@ def index_passes(s: Step) -> None:
 CALLS = (
     *(cache_write, convert_indices, convert_indices_with_prefills, gather_upconvert, sparse_prefill),
     *(sparse_prefill_in_place, merge_states, pack_selection, concat_mla_k, masked_prefill, masked_prefill_of_a_selection),
-    *(indexer_cache_write, indexer_logits, indexer_logits_ragged, topk_select, indexer_select_on_a_rank, page_lists),
+    *(
+        indexer_cache_write,
+        indexer_logits,
+        indexer_logits_ragged,
+        indexer_logits_blocks,
+        topk_select,
+        indexer_select_on_a_rank,
+        page_lists,
+    ),
     *(norm_rope_write, rope_quantize_queries),
     *(prompt_lse, boundary_of_decodes, boundary_of_prompts, row_parts, index_passes),
 )

@@ -34,6 +34,7 @@ from mla_portable.primitives import (
     CACHE_WRITE,
     INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_BLOCKS,
     INDEXER_LOGITS_RAGGED,
     INDEXER_SELECT,
     MASKED_PREFILL,
@@ -276,7 +277,7 @@ class Dtypes(TorchDispatchMode):
 @pytest.mark.parametrize("primitive", PRIMITIVES, ids=str)
 def test_matrix_products_are_in_float64_or_without_it_close(primitive: Primitive):
     args, options = arguments(primitive)
-    scores = INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT
+    scores = INDEXER_LOGITS, INDEXER_LOGITS_BLOCKS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT
     multiplies = primitive in (SPARSE_DECODE, SPARSE_PREFILL, MASKED_PREFILL, *scores)
     want = tree_leaves(getattr(oracle, str(primitive))(*args, **options)) if multiplies else []
     with Dtypes() as seen:

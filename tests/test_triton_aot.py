@@ -282,7 +282,7 @@ for module in compile_all.kernel_modules():
         pointers = [name for name, kind in each.signature.items() if kind.startswith("*")]
         print(json.dumps([each.kernel.__name__, pointers, aot.compiled(each, "sm90").asm["ttir"]]))
 """
-CACHES = {"kv_ptr", "extra_ptr", "cache_ptr"}
+CACHES = {"kv_ptr", "extra_ptr", "cache_ptr", "index_cache_ptr"}
 """What kernels call the caches of attention, of the indexer, and that of a write or a gather."""
 
 
@@ -301,7 +301,7 @@ def test_addresses_in_a_cache_are_of_64_bits(cache: Path, records: list[dict[str
             wrong |= {kernel: found} if (found := addresses.wrapping(caches)) else {}
     assert not wrong
     own = {"sparse_attention_kernel", "sparse_attention_fp8_kernel", "cache_write_kernel", "gather_upconvert_kernel"}
-    assert read == own | {"index_write_kernel", "decode_kernel", "prefill_kernel"}
+    assert read == own | {"index_write_kernel", "decode_kernel", "prefill_kernel", "norm_rope_write_kernel"}
 
 
 @pytest.mark.parametrize(

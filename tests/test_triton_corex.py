@@ -15,7 +15,15 @@ from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.primitives import SPARSE_PREFILL
 
 KERNELS = Path(mla_portable_triton.__file__).parent / "kernels"
-NEED_TRITON_3 = {"index_keys", "indexer_logits", "indexer_logits_ragged", "masked_prefill", "pack_selection", "topk_select"}
+NEED_TRITON_3 = {
+    "index_keys",
+    "indexer_logits",
+    "indexer_logits_blocks",
+    "indexer_logits_ragged",
+    "masked_prefill",
+    "pack_selection",
+    "topk_select",
+}
 """Kernels that the plugin offers from Triton 3.0 on alone."""
 TAKE_THEMSELVES_OUT = {"e4m3_packed", "early_start", "paired_columns"}
 """Helpers that define something else, or nothing, where Triton lacks a name."""

@@ -100,6 +100,14 @@ def ragged(layout: str) -> None:
     call(q, made(ROWS, 1, dtype=torch.float32), keys, scales, made(ROWS), made(ROWS), out=made(ROWS, 70, dtype=torch.float32))
 
 
+def blocks(dtype: torch.dtype) -> None:
+    width = 128 if dtype == torch.float8_e4m3fn else 64
+    q, keys = rows(1, width, dtype=torch.uint8).view(dtype), made(2, 64, width, dtype=torch.uint8).view(dtype)
+    out = made(ROWS, 8, dtype=torch.bfloat16)
+    call = bound(bind_indexer, "indexer_logits_blocks", num_heads=1)
+    call(q, made(ROWS, 1), rows(1), keys, made(2, 64), made(ROWS, 1), made(ROWS, 1), block_tokens=8, out=out)
+
+
 def scored(layout: str, arguments: list[Tensor]) -> None:
     bound(bind_indexer, "indexer_logits", kv_layout=layout)(*arguments, out=made(ROWS, 130, dtype=torch.float32))
 
@@ -129,6 +137,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "indexer_select, a share": lambda: share("index_fp8"),
     "indexer_logits_ragged, fp8": lambda: ragged("index_fp8"),
     "indexer_logits_ragged, bf16": lambda: ragged("index_bf16"),
+    "indexer_logits_blocks, mxfp8": lambda: blocks(torch.float8_e4m3fn),
+    "indexer_logits_blocks, mxfp4": lambda: blocks(torch.int8),
     "topk_select": lambda: bound(bind_indexer, "topk_select")(
         made(ROWS, 64, dtype=torch.float32), made(ROWS), made(ROWS), topk=4
     ),

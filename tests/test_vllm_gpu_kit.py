@@ -128,7 +128,7 @@ def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
         for kv in ("auto", "fp8_ds_mla"):
             for mode in ("eager", "graphs"):
                 assert {(who, kv, heads, mode) for who in ("stock", "plugin", "triton")} <= covered
-    assert {job.task for job in several} == set(kit.engine.TASKS)
+    assert {job.task for job in several} == set(kit.engine.TASKS) - {"score"}, "which is of ci/gpu_accuracy"
     assert kit.checkpoint.prompts([3, 5]) == kit.checkpoint.prompts([3, 5])
     assert [len(p["prompt_token_ids"]) for p in kit.checkpoint.prompts([3, 5])] == [3, 5]
     job = next(job for job in several if job.name == "plugin-fp8-h16-eager")

@@ -70,10 +70,16 @@ def run_job(job: Job, out: Path, checkpoints: Path, end: float) -> Done | None:
     command = [sys.executable, str(ENGINE), str(given), str(result), str(checkpoints)]
     begin, environ = time.monotonic(), job.process_environ(out)
     status = run_logged(command, log, environ, seconds)
-    text = log.read_text(errors="replace")
+    print(f"{job.name:32} {time.monotonic() - begin:5.0f} s  {status}", flush=True)
+    return left_by(job, out, status)
+
+
+def left_by(job: Job, out: Path, status: str) -> Done:
+    """What the process of a job left in the folder `out`. status: how it ended, as `run_logged` says it."""
+    result = out / f"{job.name}.json"
+    text = (out / f"{job.name}.log").read_text(errors="replace")
     served, indexer = ("; ".join(dict.fromkeys(pattern.findall(text))) for pattern in (_SERVES, _INDEXER))
     error = "" if status == "exit 0" and result.exists() else "\n".join([status, *errors_of(text)])
-    print(f"{job.name:32} {time.monotonic() - begin:5.0f} s  {status}", flush=True)
     return Done(job, {} if error else json.loads(result.read_text()), error, served, indexer)
 
 
@@ -90,6 +96,17 @@ def run(todo: Sequence[Job], out: Path, checkpoints: Path, *, parallel: int, end
         return {done.job.name: done for done in several if done is not None}
 
 
+def comparisons(engine: str, suite: str, lines: Iterable[judge.Line]) -> list[Comparison]:
+    """As a run keeps them. Lines of one name have numbers, because a file keeps one of each. engine: name and version."""
+    seen = Counter[str]()
+    compared: list[Comparison] = []
+    for line in lines:
+        seen[line.name] += 1
+        name = line.name if seen[line.name] == 1 else f"{line.name} {seen[line.name]}"
+        compared.append(Comparison(engine=engine, suite=suite, name=name, passed=line.passed, text=line.found))
+    return compared
+
+
 def record(
     path: Path,
     suite: str,
@@ -100,16 +117,10 @@ def record(
     who: str | None,
     commit: str | None,
 ) -> None:
-    """Add what was judged and timed to the file of a run. Lines of one name have numbers, because a file keeps one of each."""
+    """Add what was judged and timed to the file of a run."""
     device, version = resolve_device(get_registry().default_device()), metadata.version("vllm")
     file = recorder(path, get_registry(), device, who=who, commit=commit, versions={"vllm": version})
-    seen = Counter[str]()
-    compared: list[Comparison] = []
-    for line in lines:
-        seen[line.name] += 1
-        name = line.name if seen[line.name] == 1 else f"{line.name} {seen[line.name]}"
-        compared.append(Comparison(engine=f"vllm {version}", suite=suite, name=name, passed=line.passed, text=line.found))
-    file.add(compared=compared, engine_times=times, engine_loads=loads)
+    file.add(compared=comparisons(f"vllm {version}", suite, lines), engine_times=times, engine_loads=loads)
 
 
 def rank_times(ran: Mapping[str, Done], engine: str) -> list[EngineTime]:

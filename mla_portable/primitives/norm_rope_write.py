@@ -44,7 +44,8 @@ TENSORS: Final = TensorTable(
         "cos_sin": Checked(optional=True),
         "q_norm": Checked(optional=True),
         "kv_norm": Checked(optional=True),
-        "index_norm": Checked(optional=True),
+        "index_norm[0]": Checked(optional=True),
+        "index_norm[1]": Checked(optional=True),
         "kv_cache": Checked(optional=True, written=True),
         "index_cache": Checked(optional=True, written=True),
         "q_out": Axes("T Q", torch.bfloat16, optional=True, written=True),
@@ -287,7 +288,8 @@ def check(
         check_weights(where, "q_norm", q_norm, shape_of(where, "q_a", q_a, 2, "[T, Q]")[1], device)
     _check_rotation(cos_sin, sizes["rope"], index_key is not None, device)
 
-    tensors = positions, slot_mapping, q_a, latent, index_key, cos_sin, q_norm, kv_norm, index_norm
+    weight, bias = (None, None) if index_norm is None else index_norm
+    tensors = positions, slot_mapping, q_a, latent, index_key, cos_sin, q_norm, kv_norm, weight, bias
     TENSORS.check((*tensors, kv_cache, index_cache, q_out, latent_out, k_rope_out), sizes)
     caches = [each for each in (cache, index) if each is not None]
     return Facts(

@@ -68,7 +68,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
         self.sinks: Tensor | None = arguments.get("sinks")
         """[H] float32, an attention sink for each head of this rank. The model loads its values later; each call reads them."""
         if self.sinks is not None:
-            check_tensor("vLLM", "sinks", self.sinks, torch.float32, (self.num_heads,), self.sinks.device, "[H]")
+            with torch.no_grad():  # a parameter
+                check_tensor("vLLM", "sinks", self.sinks, torch.float32, (self.num_heads,), self.sinks.device, "[H]")
         self._indexer: Any | None = arguments.get("indexer")
         self.has_indexer = self._indexer is not None
         self.same_selection = False

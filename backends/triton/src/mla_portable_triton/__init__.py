@@ -27,6 +27,7 @@ from mla_portable.primitives import (
     GATHER_UPCONVERT,
     INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_BLOCKS,
     INDEXER_LOGITS_RAGGED,
     INDEXER_SELECT,
     MASKED_PREFILL,
@@ -51,6 +52,7 @@ from mla_portable_triton.bind_data import (
 from mla_portable_triton.bind_indexer import (
     bind_indexer_cache_write,
     bind_indexer_logits,
+    bind_indexer_logits_blocks,
     bind_indexer_logits_ragged,
     bind_indexer_select,
     bind_topk_select,
@@ -64,7 +66,10 @@ __all__ = ["NAME", "mla_portable_register"]
 _PREFERENCE: Final = 50.0
 _PACKAGE: Final = "mla_portable_triton"
 
-_TRITON_3: Final = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, TOPK_SELECT, INDEXER_SELECT, PACK_SELECTION, MASKED_PREFILL)
+_TRITON_3: Final = (
+    *(INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_LOGITS_BLOCKS, TOPK_SELECT, INDEXER_SELECT),
+    *(PACK_SELECTION, MASKED_PREFILL),
+)
 """Primitives whose kernels are pipelined by `tl.range`, or have tensors without an axis."""
 
 
@@ -97,6 +102,7 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(INDEXER_CACHE_WRITE, bind_indexer_cache_write))
     registrar.add(_offer(INDEXER_LOGITS, bind_indexer_logits))
     registrar.add(_offer(INDEXER_LOGITS_RAGGED, bind_indexer_logits_ragged))
+    registrar.add(_offer(INDEXER_LOGITS_BLOCKS, bind_indexer_logits_blocks))
     registrar.add(_offer(TOPK_SELECT, bind_topk_select))
     registrar.add(_offer(INDEXER_SELECT, bind_indexer_select))
     registrar.add(_offer(PACK_SELECTION, bind_pack_selection))

@@ -37,6 +37,7 @@ KERNELS: Final[dict[str, tuple[str, ...]]] = {
     "triton.portable / indexer_cache_write": ("index_write_kernel",),
     "triton.portable / indexer_logits": ("decode_kernel", "prefill_kernel"),
     "triton.portable / indexer_logits_ragged": ("ragged_kernel",),
+    "triton.portable / indexer_logits_blocks": ("blocks_kernel",),
     "triton.portable / indexer_select": ("decode_kernel", "prefill_kernel", *_TOPK, "chosen_scores_kernel"),
     "triton.portable / masked_prefill": ("masked_prefill_kernel",),
     "triton.portable / merge_states": ("merge_states_kernel",),

@@ -24,7 +24,6 @@ from mla_portable_triton.kernels.row_layout import (
     BF16_ROWS,
     FP8_ROWS,
     GROUP,
-    LATENT,
     ROPE_BYTE,
     SCALE_BYTE,
     V4_CODES,
@@ -76,14 +75,16 @@ def as_cached(values, BF16_NATIVE: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(cache_ptr, slot, block_stride, CACHE_BLOCK: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr):
+def row_pointers(
+    cache_ptr, slot, block_stride, CACHE_BLOCK: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr
+):
     """Where the rows of `slot` [BLOCK_T] int64 begin. The cache pointer is to bfloat16 of BF16_ROWS, to bytes otherwise."""
     ROW: tl.constexpr = V4_ROW_BYTES if ROWS == V4_ROWS else ROPE_BYTE + 2 * ROPE if ROWS == FP8_ROWS else LATENT + ROPE
     return cache_ptr + (slot // CACHE_BLOCK * block_stride + slot % CACHE_BLOCK * ROW)
 
 
 @triton.jit
-def rope_pointers(row, ROWS: tl.constexpr):
+def rope_pointers(row, LATENT: tl.constexpr, ROWS: tl.constexpr):
     """Where the rotary parts of `row` [BLOCK_T] pointers begin, as bfloat16; not of V4_ROWS, which have none."""
     if ROWS == FP8_ROWS:
         place = (row + ROPE_BYTE).to(tl.pointer_type(tl.bfloat16))
@@ -143,7 +144,7 @@ def store_latent(
 
 
 @triton.jit
-def columns_of_a_scale(ROWS: tl.constexpr):
+def columns_of_a_scale(LATENT: tl.constexpr, ROWS: tl.constexpr):
     """WIDTH of `store_latent`, and the latent's columns as it takes them: [1, GROUPS], [1, GROUPS, WIDTH]."""
     WIDTH: tl.constexpr = V4_GROUP if ROWS == V4_ROWS else GROUP
     group = tl.arange(0, LATENT // WIDTH)[None, :]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
+from mla_portable.layouts import BF16, BF16_128_32, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.cache_rows import (
     as_cached,
@@ -45,6 +45,7 @@ def cache_write_kernel(
     block_stride,
     CACHE_BLOCK: tl.constexpr,
     ROPE: tl.constexpr,  # width of k_pe; 0: there is none, and its pointer is not read
+    LATENT: tl.constexpr,  # width of the latent: 512, of BF16_ROWS also 128
     ROWS: tl.constexpr,  # the layout, see `row_layout`
     POW2: tl.constexpr,
     E4M3_NATIVE: tl.constexpr,
@@ -56,9 +57,9 @@ def cache_write_kernel(
     given = token < num_tokens  # [BLOCK_T]; reading a token that is skipped is cheaper than waiting for its slot
     slot = tl.load(slot_ptr + token, mask=given, other=-1)  # [BLOCK_T] int64
     written = (slot >= 0) & (slot // CACHE_BLOCK < num_blocks)
-    row = row_pointers(cache_ptr, slot, block_stride, CACHE_BLOCK, ROPE, ROWS)  # [BLOCK_T]; meaningless where slot < 0
+    row = row_pointers(cache_ptr, slot, block_stride, CACHE_BLOCK, LATENT, ROPE, ROWS)  # [BLOCK_T]; meaningless where slot < 0
 
-    group, column = columns_of_a_scale(ROWS)
+    group, column = columns_of_a_scale(LATENT, ROWS)
     latent = tl.load(kv_c_ptr + token[:, None, None] * kv_c_stride + column, mask=given[:, None, None])
     if ROPE > 0:
         d = tl.arange(0, ROPE)[None, :]  # [1, ROPE]
@@ -72,7 +73,7 @@ def cache_write_kernel(
         CACHE_BLOCK, ROWS, POW2, E4M3_NATIVE, BF16_NATIVE,
     )  # fmt: skip
     if ROPE > 0:
-        tl.store(rope_pointers(row, ROWS)[:, None] + d, as_cached(rope, BF16_NATIVE), mask=written[:, None])
+        tl.store(rope_pointers(row, LATENT, ROWS)[:, None] + d, as_cached(rope, BF16_NATIVE), mask=written[:, None])
 
 
 _launch = TritonLauncher(cache_write_kernel)
@@ -89,7 +90,7 @@ def launch(
     bf16_native: bool,
     config: Config,
 ) -> None:
-    """Write the tokens' rows of `kv_cache`, of kv_c [T, 512] and k_pe [T, 64] or [T, 0]. Graph-safe.
+    """Write the tokens' rows of `kv_cache`, of kv_c [T, LATENT] and k_pe [T, ROPE] or [T, 0]. Graph-safe.
 
     Rows of `kv_c` and `k_pe` and blocks of the cache may lie apart; rows within a block are contiguous.
     """
@@ -109,6 +110,7 @@ def launch(
         kv_cache.stride(0),
         CACHE_BLOCK=kv_cache.shape[1],
         ROPE=k_pe.shape[1],
+        LATENT=kv_c.shape[1],
         ROWS=rows_of(kv_cache.element_size(), kv_cache.shape[2]),
         POW2=pow2,
         E4M3_NATIVE=e4m3_native and in_whole_vectors(kv_cache),
@@ -123,7 +125,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
     """All layouts, both scale formats, both input types; e4m3 encoded by bits, as every target can, or natively."""
     config = config_for(CONFIGS, arch)
     fp8 = ((FP8_DS_MLA, True, "bf16"), (FP8_DS_MLA, False, "fp16"), (FP8_NOPE, False, "bf16"), (FP8_V4, True, "bf16"))
-    rows = (*fp8, (BF16, True, "fp16"), (BF16_NOPE, True, "bf16"))
+    rows = (*fp8, (BF16, True, "fp16"), (BF16_NOPE, True, "bf16"), (BF16_128_32, True, "bf16"))
     return [
         variant(
             cache_write_kernel,
@@ -135,6 +137,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
             slot_ptr="*i64",
             CACHE_BLOCK=64,
             ROPE=layout.rope_width,
+            LATENT=layout.value_width,
             ROWS=rows_of_layout(layout),
             POW2=pow2,
             E4M3_NATIVE=encodes_natively(arch, e4m3_native),

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
-from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4, INDEX_FP8, CacheLayout
+from mla_portable.layouts import BF16, BF16_128_32, FP8_DS_MLA, FP8_V4, INDEX_FP8, CacheLayout
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_float32
 from mla_portable_triton.kernels.cache_rows import (
@@ -39,7 +39,7 @@ from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
 from mla_portable_triton.kernels.early_start import let_next_start, lets_next_start
 from mla_portable_triton.kernels.rotary import cosines_and_sines, pair_columns, rounded
-from mla_portable_triton.kernels.row_layout import LATENT, V4_CODES, V4_ROWS, V4_TAIL, rows_of, rows_of_layout
+from mla_portable_triton.kernels.row_layout import V4_CODES, V4_ROWS, V4_TAIL, rows_of, rows_of_layout
 from mla_portable_triton.kernels.strides import stride_unit
 
 CONFIGS: Final = {"default": Config(tile=1024, num_warps=4)}  # tile: elements of latents and keys in a program; untuned
@@ -53,8 +53,8 @@ def _latents(
     latent_out_ptr, rope_out_ptr, cache_ptr, latent_ptr, positions_ptr, slot_ptr, cos_sin_ptr, kv_norm_ptr,
     num_tokens, last_position, num_blocks,
     latent_stride, latent_out_stride, rope_out_stride, cos_sin_stride, block_stride, eps,
-    STRIDE_UNIT: tl.constexpr, TOKENS: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, CACHE_BLOCK: tl.constexpr, ROWS: tl.constexpr, POW2: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, TOKENS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE_BLOCK: tl.constexpr, ROWS: tl.constexpr, POW2: tl.constexpr,
     E4M3_NATIVE: tl.constexpr, BF16_NATIVE: tl.constexpr,
 ):  # fmt: skip
     """TOKENS latents: RMS norm, rotation of the rotary part, rows of the cache and outputs."""
@@ -62,7 +62,7 @@ def _latents(
     in_half = i < HALF
     token = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
     given = token < num_tokens
-    group, column = columns_of_a_scale(ROWS)  # [1, GROUPS], [1, GROUPS, WIDTH]
+    group, column = columns_of_a_scale(LATENT, ROWS)  # [1, GROUPS], [1, GROUPS, WIDTH]
     source = latent_ptr + token * latent_stride * STRIDE_UNIT  # [TOKENS] pointers
     latent = tl.load(source[:, None, None] + column, mask=given[:, None, None], other=0.0)
     # weights for each token, so that Triton lays them out as latents, and nothing has to change places
@@ -101,7 +101,7 @@ def _latents(
             tl.store(target[:, None] + b_column, b_turned, mask=paired)
     if ROWS != NO_ROWS:
         written = (slot >= 0) & (slot // CACHE_BLOCK < num_blocks)
-        row = row_pointers(cache_ptr, slot, block_stride, CACHE_BLOCK, ROPE, ROWS)  # [TOKENS]
+        row = row_pointers(cache_ptr, slot, block_stride, CACHE_BLOCK, LATENT, ROPE, ROWS)  # [TOKENS]
         last = normed
         if ROWS == V4_ROWS:
             last = to_float32(tail, BF16_NATIVE) * scale[:, None] * to_float32(tail_weight, BF16_NATIVE)
@@ -111,7 +111,7 @@ def _latents(
             CACHE_BLOCK, ROWS, POW2, E4M3_NATIVE, BF16_NATIVE,
         )  # fmt: skip
         if ROPE > 0:
-            place, stored = rope_pointers(row, ROWS)[:, None], written[:, None] & in_half
+            place, stored = rope_pointers(row, LATENT, ROWS)[:, None], written[:, None] & in_half
             tl.store(place + a_column, a_turned, mask=stored)
             tl.store(place + b_column, b_turned, mask=stored)
 
@@ -263,6 +263,7 @@ def norm_rope_write_kernel(
     Q: tl.constexpr,  # 0: there is no q_a
     BLOCK_Q: tl.constexpr,
     KV_TOKENS: tl.constexpr,  # of a program; 0: there is no latent
+    LATENT: tl.constexpr,  # its width without the rotary part
     ROPE: tl.constexpr,  # width of the latent's rotary part, or 0
     INDEX_TOKENS: tl.constexpr,  # of a program; 0: there is no key of the indexer
     INDEX_FIRST: tl.constexpr,  # its first rotary column
@@ -294,7 +295,8 @@ def norm_rope_write_kernel(
                 latent_out_ptr, rope_out_ptr, cache_ptr, latent_ptr, positions_ptr, slot_ptr, cos_sin_ptr, kv_norm_ptr,
                 num_tokens, last_position, num_blocks,
                 latent_stride, latent_out_stride, rope_out_stride, cos_sin_stride, block_stride, eps,
-                STRIDE_UNIT, KV_TOKENS, ROPE, HALF, BLOCK_HALF, INTERLEAVED, CACHE_BLOCK, ROWS, POW2, E4M3_NATIVE, BF16_NATIVE,
+                STRIDE_UNIT, KV_TOKENS, LATENT, ROPE, HALF, BLOCK_HALF, INTERLEAVED, CACHE_BLOCK, ROWS, POW2, E4M3_NATIVE,
+                BF16_NATIVE,
             )  # fmt: skip
     program -= kv_programs
     index_programs = 0
@@ -354,8 +356,9 @@ def launch(
         return
     width = 0 if q_a is None else q_a.shape[1]
     rotary = 2 if cos_sin is None else cos_sin.shape[1]
-    rope = 0 if latent is None else latent.shape[1] - LATENT.value
-    kv_tokens = 0 if latent is None else config.tile // LATENT.value
+    width_of_latent = 0 if kv_norm is None else kv_norm.shape[0]
+    rope = 0 if latent is None else latent.shape[1] - width_of_latent
+    kv_tokens = 0 if latent is None else config.tile // width_of_latent
     index_tokens = 0 if index_key is None else config.tile // KEY.value
     rest = KEY.value - rotary
     rows, block, num_blocks, block_stride = NO_ROWS.value, 1, 0, 0
@@ -405,6 +408,7 @@ def launch(
         Q=width,
         BLOCK_Q=triton.next_power_of_2(width),
         KV_TOKENS=kv_tokens,
+        LATENT=width_of_latent,
         ROPE=rope,
         INDEX_TOKENS=index_tokens,
         INDEX_FIRST=0 if index_first else rest,
@@ -432,7 +436,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
 
     def made(word: str, layout: CacheLayout | None, rotary: int, table: str, index: bool, outputs: bool) -> AotVariant:
         fp8 = layout is not None and layout.is_quantized
-        rope = 64 if layout is None else layout.rope_width
+        latent_width, rope = (512, 64) if layout is None else (layout.value_width, layout.rope_width)
         rest = KEY.value - rotary
         return variant(
             norm_rope_write_kernel,
@@ -458,7 +462,8 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
             STRIDE_UNIT=8,
             Q=1_536,
             BLOCK_Q=2_048,
-            KV_TOKENS=config.tile // LATENT.value,
+            KV_TOKENS=config.tile // latent_width,
+            LATENT=latent_width,
             ROPE=rope,
             INDEX_TOKENS=config.tile // KEY.value if index else 0,
             INDEX_FIRST=0,
@@ -482,5 +487,6 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         made("fp8_ds_mla-outputs", FP8_DS_MLA, 64, "*bf16", index=True, outputs=True),
         made("fp8_v4", FP8_V4, 64, "*fp32", index=True, outputs=True),
         made("bf16", BF16, 64, "*bf16", index=True, outputs=False),
+        made("bf16_128_32", BF16_128_32, 32, "*bf16", index=True, outputs=False),
         made("outputs", None, 64, "*fp32", index=False, outputs=True),
     ]
