@@ -522,6 +522,15 @@ def test_ranks_are_as_by_default_and_a_head_count_is_chosen_by_name(kit: Any):
             assert each["tokens"] > turns * steps + prefills, "none may end before its steps are timed"
 
 
+def test_the_plugins_engines_run_with_our_layer_where_that_is_asked_for(kit: Any, tmp_path: Path):
+    asked = {job.who: kit.jobs.with_layer(job).process_environ(tmp_path) for job in (*kit.jobs.rank(), *kit.jobs.indexer())}
+    assert {who: environ.get("MLA_PORTABLE_VLLM_LAYER") for who, environ in asked.items()}.items() >= {
+        ("plugin", "on"),
+        ("stock", None),
+        ("sm80", "on"),
+    }
+
+
 class RankEngine:
     """Stands for vLLM's engine: a step takes 2 ms, and gives each request a token."""
 

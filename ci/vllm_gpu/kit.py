@@ -3,7 +3,7 @@
 
     ci/gpu_vllm [FOLDER] [--indexer | --other-models | --four-bits | --transformers | --features | --load | --prompts | --rank |
                 --rank-long | --rank-flash | --serve | --tensor-parallel | --context-parallel GPUS]
-                [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--who NAME] [--commit COMMIT]]
+                [--layer] [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--who NAME] [--commit COMMIT]]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
 """
@@ -43,6 +43,7 @@ from jobs import (
     sinks,
     tensor_parallel,
     transformers,
+    with_layer,
 )
 from judge import Done
 from run_logged import run_logged
@@ -199,6 +200,7 @@ def main(words: Sequence[str] | None = None) -> int:
     other.add_argument(
         "--context-parallel", type=int, choices=CONTEXT_PARALLEL, metavar="GPUS", help="GPUs that share sequences against one"
     )
+    parser.add_argument("--layer", action="store_true", help="with our layer around attention, MLA_PORTABLE_VLLM_LAYER=on")
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
@@ -234,6 +236,7 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = next((name for name in suites if getattr(args, name, None)), "agreement")
     jobs_of, judged = suites[asked]
     todo = [job for job in jobs_of() if any(text in job.name for text in args.only.split(","))]
+    todo = [with_layer(job) for job in todo] if args.layer else todo
     if not todo:
         raise SystemExit(f"--only {args.only}: no job has that in its name")
     checkpoints = out / "checkpoints"
@@ -259,6 +262,7 @@ def main(words: Sequence[str] | None = None) -> int:
         suite = asked.replace("_", " ") + (f" {args.context_parallel}" if args.context_parallel else "")
         model = {"rank": ", 31 of 61 layers", "rank_flash": ", GLM-5.3-Flash", "rank_long": ", long contexts"}.get(asked, "")
         times = rank_times(ran, f"vllm {metadata.version('vllm')}{model}")
+        suite += ", our layer" * args.layer
         if args.only:
             suite += f", only {args.only}"
         loads = served_loads(ran, f"vllm {metadata.version('vllm')}")
