@@ -273,11 +273,11 @@ def _against(ran: Ran, out: Path, name: str, stock: list[Run]) -> Line:
         passed, found = passed and same and not done.result["watch"], f"{found}; {done.result['watch'] or watched}"
     if done.job.rehearsal:
         found = f"{found}; indexer {done.indexer or 'not named'}"
-    wrongly = _served_wrongly(done)
+    wrongly = served_wrongly(done)
     return Line(name, f"{found}; {wrongly}", False) if wrongly else Line(name, found, passed)
 
 
-def _served_wrongly(done: Done) -> str:
+def served_wrongly(done: Done) -> str:
     """Which part of the engine was not what the job asks for; "" where all was."""
     if done.job.who == "indexer":
         impl = done.result.get("impl")
@@ -386,7 +386,7 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
         else:
             compared = compare(_runs(ran, against)[0], runs[0])
             passed, found = compared.is_close, f"against {against}: {compared}"
-            wrongly = "" if job.who == stock else _served_wrongly(ran[job.name])
+            wrongly = "" if job.who == stock else served_wrongly(ran[job.name])
             if wrongly:
                 passed, found = False, f"{found}; {wrongly}"
             for twin in _runs(ran, f"{name}-twin-{kv}-eager") if job.who != stock else ():
