@@ -56,6 +56,15 @@ def test_a_truth_of_fp8_is_near_the_exact_one_and_a_wrong_selection_is_not(kit: 
     assert not fewer.within(*limits), fewer
 
 
+def test_the_kits_limit_lies_between_rounding_and_lost_keys_for_glm5(kit: Any, checkpoints: Path):
+    """`ci/gpu_vllm --glm5` has the limit of DeepSeek-V3.2: an FP8 cache is within it, eight of 70 keys lost are not."""
+    truth = generated(kit, checkpoints, "glm5-truth-exact")
+    rounded = kit.judge.agree(generated(kit, checkpoints, "glm5-truth-amax"), truth)
+    assert rounded.within(kit.judge.TOLERANCE) and rounded.difference > 1e-2, rounded
+    fewer = kit.judge.agree(generated(kit, checkpoints, "glm5-truth-exact", overrides={"index_topk": 62}), truth)
+    assert not fewer.within(kit.judge.TOLERANCE), fewer
+
+
 def test_rounded_scores_choose_other_keys(kit: Any, checkpoints: Path):
     job = next(job for job in kit.jobs.transformers() if job.name == "v32-truth-exact")
     model = kit.transformers_truth.load(checkpoints / job.model, {**job.options, **SELECTS})
