@@ -56,6 +56,15 @@ def test_a_truth_of_fp8_is_near_the_exact_one_and_a_wrong_selection_is_not(kit: 
     assert not fewer.within(*limits), fewer
 
 
+def test_the_kits_limit_lies_between_rounding_and_lost_keys_for_glm5(kit: Any, checkpoints: Path):
+    """`ci/gpu_vllm --glm5` has the limit of DeepSeek-V3.2: an FP8 cache is within it, eight of 70 keys lost are not."""
+    truth = generated(kit, checkpoints, "glm5-truth-exact")
+    rounded = kit.judge.agree(generated(kit, checkpoints, "glm5-truth-amax"), truth)
+    assert rounded.within(kit.judge.TOLERANCE) and rounded.difference > 1e-2, rounded
+    fewer = kit.judge.agree(generated(kit, checkpoints, "glm5-truth-exact", overrides={"index_topk": 62}), truth)
+    assert not fewer.within(kit.judge.TOLERANCE), fewer
+
+
 def test_rounded_scores_choose_other_keys(kit: Any, checkpoints: Path):
     job = next(job for job in kit.jobs.transformers() if job.name == "v32-truth-exact")
     model = kit.transformers_truth.load(checkpoints / job.model, {**job.options, **SELECTS})
@@ -86,6 +95,12 @@ def test_the_suite_holds_every_engine_against_a_truth_of_its_cache(kit: Any):
     assert {job.options["fp8"] for job in several.values() if job.name.startswith("v32-truth-")} == {"", "pow2", "amax"}
 
 
+def test_prompts_over_keys_of_each_head_are_held_against_the_exact_truth(kit: Any):
+    """Of GLM-5 too, whose keys and values have 256 numbers."""
+    default = {(job.who, job.model, job.kv) for job in kit.jobs.transformers() if job.options.get("by_default")}
+    assert default == {(who, model, "auto") for who in ("stock", "plugin") for model in ("heads16", "shares16")}
+
+
 def prompt(length: int, *shifts: float, token: int = 5) -> dict[str, Any]:
     """A text whose likeliest token is at -1 + shift at each place; the runner-up is 0.3 below."""
     return {"length": length, "tokens": [token] * len(shifts), "logprobs": [{"5": s - 1.0, "6": s - 1.3} for s in shifts]}
@@ -94,7 +109,7 @@ def prompt(length: int, *shifts: float, token: int = 5) -> dict[str, Any]:
 def test_engines_are_judged_by_the_nearer_truth_and_long_prompts_beside_stock(kit: Any):
     planned = {job.name: job for job in kit.jobs.transformers() if job.name.startswith("v32-")}
 
-    def judged(**runs: Any) -> dict[str, Any]:
+    def judged(per_head: int = 5, **runs: Any) -> dict[str, Any]:
         texts = {
             "truth_exact": [prompt(17, 0.0, 0.0), prompt(3000, 0.0)],
             "truth_pow2": [prompt(17, 0.0, 0.1), prompt(3000, 0.0)],
@@ -104,11 +119,13 @@ def test_engines_are_judged_by_the_nearer_truth_and_long_prompts_beside_stock(ki
             "stock_fp8": [prompt(17, 0.05, 0.1), prompt(3000, 0.4)],
             "plugin_fp8": [prompt(17, 0.05, 0.1), prompt(3000, 0.4)],
             "function_bf16": [prompt(17, 0.02, 0.01), prompt(3000, 0.5)],
+            "stock_default": [prompt(17, 0.01, 0.02), prompt(3000, 0.4)],
+            "plugin_default": [prompt(17, 0.02, 0.01), prompt(3000, 0.5)],
         } | runs
         ran = {}
         for name, run in texts.items():
             job = planned[f"v32-{name.replace('_', '-')}"]
-            result = {} if run is None else {"runs": [run], "by": "transformers"}
+            result = {} if run is None else {"runs": [run], "by": "transformers", "per_head": per_head}
             ran[job.name] = kit.judge.Done(job, result, "" if run else "exit 1", "nvidia.flashmla")
         return {line.name: line.passed for line in kit.judge.transformers(ran, list(planned.values()))}
 
@@ -126,6 +143,9 @@ def test_engines_are_judged_by_the_nearer_truth_and_long_prompts_beside_stock(ki
     ):
         (name,) = change
         assert judged(**change)[f"v32-{name.replace('_', '-')}"] is False, change
+    elsewhere = {name for name, passed in judged(per_head=0).items() if passed is False}
+    assert elsewhere == {"v32-plugin-default"}, "prompts must have gone over keys of each head"
+    assert judged(plugin_default=[prompt(17, 0.0, 0.0), prompt(3000, 0.6)])["v32-plugin-default"] is False
     assert judged(function_bf16=None)["v32-function-bf16"] is False
     lost = judged(truth_exact=None)
     assert lost["v32-truth-exact"] is False and lost["v32-plugin-bf16"] is False and lost["v32-plugin-fp8"] is True

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 
 def prompt(length: int, tokens: list[int], *, shift: float = 0.0, other: float = -9.0) -> dict[str, Any]:
@@ -122,6 +123,7 @@ def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
     several += [*kit.jobs.prompts(), *kit.jobs.rank(), *kit.jobs.rank_long(), *kit.jobs.rank_flash()]
     several += [*kit.jobs.other_models(), *kit.jobs.four_bits(), *kit.jobs.transformers(), *kit.jobs.serve(), *kit.jobs.sinks()]
+    several += kit.jobs.glm5()
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -268,7 +270,7 @@ def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
     names = ("agreement", "tensor_parallel", "features", "load", "prompts", "rank", "rank_long", "rank_flash", "other_models")
-    names += ("four_bits", "serve", "sinks")
+    names += ("four_bits", "serve", "sinks", "glm5")
     lists = [getattr(kit.jobs, each) for each in names]
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
@@ -371,6 +373,30 @@ def test_features_are_held_against_the_engine_without_them(kit: Any):
         run = [{**each, "cached": cached} for each in texts(0)]
         ran = run_of(kit, "feature-none", texts(0)) | run_of(kit, name, texts(0), run, outside=outside)
         assert [line.passed for line in kit.judge.features(ran)] == [None, right], "it has to be used"
+
+
+def test_a_batch_that_changes_a_digit_is_not_invariant(kit: Any):
+    jobs = {job.name: job for job in kit.jobs.features() if "-invariant-" in job.name}
+    assert all(job.environ == {"VLLM_BATCH_INVARIANT": "1"} for job in jobs.values())
+    assert {(job.kv, job.arguments.get("max_num_seqs")) for job in jobs.values()} == {
+        (kv, seqs) for kv in kit.jobs.KV_DTYPES for seqs in (None, 1)
+    }
+
+    def judged(shift: float = 0.0, token: int = 2, long: float = 0.0, served: str = "fused: sparse_decode triton.portable"):
+        ran = run_of(kit, "feature-invariant-one-fp8", [prompt(17, [1, 2]), prompt(3000, [3])])
+        own = [prompt(17, [1, token], shift=shift), prompt(3000, [3], shift=long)]
+        ran |= run_of(kit, "feature-invariant-all-fp8", own, served=served)
+        _, *lines = kit.judge.features(ran)
+        assert {line.name for line in lines} == {"feature-invariant-all-fp8"}
+        return lines
+
+    short, long = judged(long=1e-5)
+    assert (short.passed, long.passed) == (True, None) and "0 of 2 tokens are not the same" in short.found
+    assert "1 of 1 tokens are not the same" in long.found, "scores of the indexer are not promised"
+    for wrong in ({"shift": 1e-5}, {"token": 1002}, {"served": ""}, {"shift": math.nan}):
+        assert judged(**wrong)[0].passed is False, wrong
+    ran = run_of(kit, "feature-invariant-all-bf16", [prompt(17, [1])])
+    assert [line.passed for line in kit.judge.features(ran)] == [False, False], "there is nothing to compare it with"
 
 
 def test_the_plugin_is_timed_beside_stock_as_it_is_by_default(kit: Any):
@@ -765,9 +791,11 @@ def test_weights_of_four_bits_are_those_of_the_model_rounded(
     """Read back by the formats' definitions. The indexer, norms and embeddings stay."""
     written: list[Any] = []
     monkeypatch.setattr(kit.named_models, "write", lambda *given: written.extend(given))
-    kit.named_models.write_model(tmp_path, f"{kind}16")
-    folder, config, make = written
-    stored = make()
+    for name in (f"{kind}16", f"{kind}twin16"):
+        kit.named_models.write_model(tmp_path, name)
+    folder, config, make, _, twin_config, make_twin = written
+    stored, twin = make(), make_twin()
+    assert twin_config == kit.checkpoint.v32_config(16)
     assert folder == tmp_path / f"{kind}16" and json.dumps(config)
     assert config["quantization_config"]["quant_method"] == {"packed": "compressed-tensors", "awq": "awq"}[kind]
     plain = kit.checkpoint.tensors(16)
@@ -775,13 +803,15 @@ def test_weights_of_four_bits_are_those_of_the_model_rounded(
     for name, weight in plain.items():
         own = name.removesuffix(".weight")
         if name in stored:
-            assert stored.pop(name).equal(weight) and ("indexer" in name or weight.dim() == 1 or own in ("lm_head", EMBEDDING))
+            assert stored.pop(name).equal(weight) and twin.pop(name).equal(weight)
+            assert "indexer" in name or weight.dim() == 1 or own in ("lm_head", EMBEDDING)
             continue
         rounded += 1
         if kind == "packed":
             assert tuple(stored.pop(f"{name}_shape")) == weight.shape
             scale = stored.pop(f"{name}_scale").float().repeat_interleave(128, dim=1)
             values = (nibbles(stored.pop(f"{name}_packed")) - 8) * scale
+            exact = values
         else:
             order = [0, 4, 1, 5, 2, 6, 3, 7]  # of the nibble that has each of eight outputs
             scale = stored.pop(f"{own}.scales").float().repeat_interleave(128, dim=0)
@@ -789,29 +819,40 @@ def test_weights_of_four_bits_are_those_of_the_model_rounded(
                 nibbles(stored.pop(f"{own}.{part}")).unflatten(1, (-1, 8))[..., order].flatten(1)
                 for part in ("qweight", "qzeros")
             )
-            values, scale = ((codes - zeros.repeat_interleave(128, dim=0)) * scale).T, scale.T
+            codes = codes - zeros.repeat_interleave(128, dim=0)
+            exact = (codes * scale.to(torch.bfloat16)).T
+            values, scale = (codes * scale).T, scale.T
+        assert twin.pop(name).equal(exact.to(torch.bfloat16)), "the twin has the values that the codes say"
         assert ((values - weight.float()).abs() <= 1.01 * scale).all() and (values - weight.float()).norm() > 0
         assert (values - weight.float()).norm() < 0.2 * weight.float().norm(), name
-    assert not stored and rounded == 2 * 8  # of each layer: five of attention, three of the feed-forward network
+    assert not stored and not twin and rounded == 2 * 8  # of each layer: five of attention, three of the feed-forward network
 
 
 def test_weights_of_four_bits_are_compared_with_stock_on_the_same_checkpoint(kit: Any):
     planned = kit.jobs.four_bits()
     names = {job.name for job in planned}
     assert {
-        f"{kind}-{who}-{kv}-eager" for kind in ("packed", "awq") for who in ("stock", "plugin", "sm80") for kv in CACHES
+        f"{kind}-{who}-{kv}-eager" for kind in ("packed", "awq") for who in ("stock", "plugin", "sm80", "sm89") for kv in CACHES
     } <= names
-    assert {job.model for job in planned} == {"packed16", "awq16"}
+    assert {job.model for job in planned if job.who != "stock"} == {"packed16", "awq16"}
+    twins = {f"{kind}-twin-{kv}-eager": f"{kind}twin16" for kind in ("packed", "awq") for kv in CACHES}
+    assert {job.name: job.model for job in planned if "-twin-" in job.name} == twins
     assert {job.who for job in planned if not job.options["by_default"]} == {"stock"}, "its prompts with context need a weight"
     texts = [prompt(17, [1, 2]), prompt(3000, [3])]
     for per_head, passed in ((3017, True), (0, False)):  # prompts must be projected by kv_b_proj's own method
         ran = run_of(kit, "packed-stock-fp8-eager", texts, texts, texts, served="", per_head=0)
         ran |= run_of(kit, "packed-plugin-fp8-eager", texts, per_head=per_head)
-        ran |= run_of(kit, "packed-sm80-fp8-eager", texts, per_head=0)
+        ran |= run_of(kit, "packed-sm80-fp8-eager", texts, per_head=0, **rehearsed("sm80"))
         lines = {line.name: line for line in kit.judge.other_models(ran, planned)}
         assert lines["packed-plugin-fp8-eager"].passed is passed and lines["packed-sm80-fp8-eager"].passed
         assert f"{per_head} tokens over keys" in lines["packed-plugin-fp8-eager"].found
         assert lines["awq-plugin-bf16-eager"].passed is False, "did not finish"
+    far = [prompt(17, [1, 2], shift=0.11), prompt(3000, [3])]
+    for texts_of_twin, passed in ((texts, True), (far, False)):
+        ran |= run_of(kit, "packed-twin-fp8-eager", texts_of_twin, served="", per_head=0)
+        lines = {line.name: line for line in kit.judge.other_models(ran, planned)}
+        assert lines["packed-twin-fp8-eager"].passed is passed and lines["packed-sm80-fp8-eager"].passed is passed
+        assert ("its values in bf16: short 0.110" in lines["packed-sm80-fp8-eager"].found) is not passed
 
 
 EMBEDDING, CACHES = "model.embed_tokens", ("bf16", "fp8")
@@ -834,6 +875,95 @@ def test_other_models_are_compared_with_stock_where_it_has_the_cache(kit: Any):
     assert lines["glm53-choice-bf16-eager"].passed is None and lines["glm53-sm89-bf16-eager"].passed is False
     assert lines["glm53-sm80-off"].passed and lines["hyv4-plugin-fp8-eager"].passed is False
     assert len(lines) == len(planned)
+
+
+def rehearsed(arch: str, *, foreign: tuple[str, ...] = (), kernels: int = 3) -> dict[str, Any]:
+    """What a rehearsed engine says of its device."""
+    return {"rehearsed": {"archs": {"torch": arch, "triton": arch}, "kernels": kernels, "foreign": list(foreign)}}
+
+
+def test_a_rehearsed_model_counts_only_as_the_older_gpu(kit: Any):
+    """The same kernels for another architecture, or of the GPU that is there, prove nothing."""
+    texts = [prompt(17, [1, 2]), prompt(3000, [3])]
+    served = "fused: sparse_decode nvidia.native_sm80"
+    glm5 = [job for job in kit.jobs.glm5() if job.name.startswith("glm5-")]
+    for planned, model in ((kit.jobs.other_models(), "hyv4"), (kit.jobs.four_bits(), "packed"), (glm5, "glm5")):
+        for state, passed in (
+            (rehearsed("sm80"), True),
+            (rehearsed("sm90"), False),
+            (rehearsed("sm80", kernels=0), False),
+            (rehearsed("sm80", foreign=("nvidia.native_sm80",)), False),
+        ):
+            ran = run_of(kit, f"{model}-stock-bf16-eager", texts, texts, served="")
+            ran |= run_of(kit, f"{model}-sm80-bf16-eager", texts, served=served, per_head=0, **state)
+            lines = {line.name: line.passed for line in kit.judge.other_models(ran, planned)}
+            assert lines[f"{model}-sm80-bf16-eager"] is passed, (model, state)
+    ran = run_of(kit, "hyv4-stock-bf16-eager", texts) | run_of(kit, "hyv4-triton-bf16-eager", texts, served="nvidia.native")
+    lines = {line.name: line.passed for line in kit.judge.other_models(ran, kit.jobs.other_models())}
+    assert lines["hyv4-triton-bf16-eager"] is False, "Triton alone was asked for"
+
+
+def test_glm5_runs_in_every_form_that_it_is_served_in(kit: Any):
+    planned = kit.jobs.glm5()
+    cells = {(job.name.split("-")[0], job.who, job.kv, job.mode) for job in planned}
+    for kv in kit.jobs.KV_DTYPES:
+        modes = {mode for name, who, its, mode in cells if (name, who, its) == ("glm5", "plugin", kv)}
+        assert modes == {"eager", "graphs", "default"}
+        alone = {(name, who) for name, who, its, mode in cells if (its, mode) == (kv, "eager")}
+        both = {(name, who) for name in ("glm5", "glm5few", "glm5all") for who in ("stock", "plugin")}
+        assert both | {("glm5", who) for who in ("triton", "sm80", "sm89")} <= alone
+    assert {job.heads for job in planned} == {8, 16, 64}
+    for job in planned:
+        assert job.model == f"{'sharesdrafts' if 'speculative_config' in job.arguments else 'shares'}{job.heads}"
+        assert {17, 6000} <= set(job.options["lengths"])
+        assert bool(job.rehearsal) == (job.who in ("sm80", "sm89"))
+    default = [job for job in planned if job.name.startswith("glm5default-")]
+    assert {job.kv for job in default if job.model.startswith("sharesdrafts")} == set(kit.jobs.KV_DTYPES)
+    assert {job.kv for job in default if job.options["shadow"]} == set(kit.jobs.KV_DTYPES)
+
+
+def test_glm5_s_checkpoint_shares_a_selection_and_its_drafts_have_an_indexer(kit: Any, tmp_path: Path):
+    found = dict[str, set[str]]()
+    for name in ("shares8", "sharesdrafts8"):
+        kit.named_models.write_model(tmp_path, name)
+        with safe_open(tmp_path / name / "model.safetensors", "pt") as file:
+            found[name] = set(file.keys())
+            assert file.get_slice("model.layers.1.self_attn.q_b_proj.weight").get_shape() == [8 * 256, 256]
+            assert file.get_slice("model.layers.1.self_attn.kv_b_proj.weight").get_shape() == [8 * (192 + 256), 512]
+            indexers = {key.split(".")[2] for key in found[name] if ".indexer." in key}
+            assert indexers == {"0", "2", *(["3"] if "drafts" in name else [])}
+    assert found["shares8"] < found["sharesdrafts8"]
+    assert {key.split(".")[2] for key in found["sharesdrafts8"] - found["shares8"]} == {"3"}
+    config = json.loads((tmp_path / "sharesdrafts8" / "config.json").read_text())
+    assert (config["num_nextn_predict_layers"], config["num_hidden_layers"]) == (1, 3)
+    assert config["index_topk_pattern"] == "FSF" and config["rms_norm_eps"] == 1e-6
+
+
+def test_glm5_is_held_against_stock_that_does_the_same(kit: Any, tmp_path: Path):
+    def lines(*, long: float = 0.0, per_head: int = 9, wide: str = "0.001") -> dict[str, Any]:
+        def run(by: float) -> list[dict[str, Any]]:
+            return [{**prompt(17, [1], shift=by / 6), "cached": 0}, {**prompt(3000, [2], shift=by), "cached": 64}]
+
+        cell, default = "glm5few-{}-fp8-eager", "glm5default-{}-fp8-h8"
+        ran = run_of(kit, cell.format("stock"), run(0), run(0.1), run(0), served="") | run_of(
+            kit, cell.format("plugin"), run(long)
+        )
+        ran |= run_of(kit, default.format("stock"), run(0), run(0), per_head=5)
+        ran |= run_of(kit, default.format("plugin"), run(long), run(long), per_head=per_head)
+        line = '{{"layer": "a", "method": "{}", "relative": {}}}\n'
+        records = line.format("forward_mqa", "0.001") + line.format("forward_mha", wide)
+        (tmp_path / f"{default.format('plugin')}.shadow").write_text(records)
+        return {found.name: found for found in kit.judge.glm5(ran, [done.job for done in ran.values()], tmp_path)}
+
+    right = lines()
+    names = {f"glm5few-{who}-fp8-eager" for who in ("stock", "plugin")} | {"glm5default-plugin-fp8-h8"}
+    assert right.keys() == names and right["glm5few-stock-fp8-eager"].passed is None
+    assert right["glm5few-plugin-fp8-eager"].passed and right["glm5default-plugin-fp8-h8"].passed
+    assert "against itself: short 0.017, long 0.100" in right["glm5few-stock-fp8-eager"].found
+    far = lines(long=0.51)
+    assert not far["glm5few-plugin-fp8-eager"].passed and not far["glm5default-plugin-fp8-h8"].passed
+    assert not lines(per_head=0)["glm5default-plugin-fp8-h8"].passed
+    assert not lines(wide="0.02")["glm5default-plugin-fp8-h8"].passed, "values of 256 numbers went wrong"
 
 
 def test_an_engine_that_differs_from_itself_judges_no_other(kit: Any):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's offline engine on a small DeepSeek-V3.2 model: greedy tokens with log-probabilities (a `Run`
+"""SGLang's offline engine on a small DeepSeek-V3.2 or GLM-5 model: greedy tokens with log-probabilities (a `Run`
 of ci/vllm_gpu/judge.py), and tokens a second.
 
-    sglang_engine.py MODE CACHE        MODE is that of MLA_PORTABLE_SGLANG, CACHE of --kv-cache-dtype
+    sglang_engine.py MODE CACHE MODEL      MODE is that of MLA_PORTABLE_SGLANG, CACHE of --kv-cache-dtype, MODEL a key of MODELS
 
 FlashAttention 3 is not needed: dense prompts and BF16 decodes take FlashMLA's methods here.
 """
@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_gpu"))
 
 from process import trying
 
-HEADS = 16
+MODELS = {"v32": "heads16", "glm5": "shares16"}
+"""Name -> checkpoint of ci/vllm_gpu/named_models.py; the second has a layer that attends to another's selection."""
 LENGTHS = (17, 300, 1000, 1900, 2500, 3500, 5000, 6000)
 NEW, LIKELIEST = 48, 20
 
@@ -29,8 +30,8 @@ def main() -> None:
     import named_models
     import sglang
 
-    _, mode, cache = sys.argv
-    checkpoints, name = Path(os.environ.get("MLA_GPU_SGLANG_MODELS", "/tmp/mla-portable-sglang")), f"heads{HEADS}"
+    _, mode, cache, model = sys.argv
+    checkpoints, name = Path(os.environ.get("MLA_GPU_SGLANG_MODELS", "/tmp/mla-portable-sglang")), MODELS[model]
     if not (checkpoints / name / "model.safetensors").exists():
         named_models.write_model(checkpoints, name)
     impl = "flashmla_kv" if cache == "fp8_e4m3" else "flashmla_sparse"
@@ -38,7 +39,7 @@ def main() -> None:
     many = [each["prompt_token_ids"] for each in checkpoint.prompts([1024] * 16)]
     greedy = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
     found: dict[str, Any] = {}
-    with trying(f"engine {mode} {cache}", found):
+    with trying(f"engine {model} {mode} {cache}", found):
         engine = sglang.Engine(
             model_path=str(checkpoints / name),
             skip_tokenizer_init=True,

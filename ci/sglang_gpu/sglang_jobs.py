@@ -60,9 +60,11 @@ JOBS = (
     Job("variants.py", "sm89", "auto", slots=False),
 )
 CACHES = ("fp8_e4m3", "bfloat16")
+CELLS = tuple((model, cache) for model in ("v32", "glm5") for cache in CACHES)
+"""Models of sglang_engine.py, with caches."""
 ENGINES = tuple(
-    Job("sglang_engine.py", mode=mode, arguments=(mode, cache), alone=True, seconds=240)
-    for cache in CACHES
+    Job("sglang_engine.py", mode=mode, arguments=(mode, cache, model), alone=True, seconds=240)
+    for model, cache in CELLS
     for mode in ("off", "on")
 )
 
@@ -105,17 +107,17 @@ def words(found: dict[str, Any]) -> str:
     )
 
 
-def judge(caches: Iterable[str], lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
-    """A line for each cache: the plugin's engine beside stock's, as vLLM's engines are judged."""
+def judge(cells: Iterable[tuple[str, str]], lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
+    """A line for each model with a cache: the plugin's engine beside stock's, as vLLM's engines are judged."""
     found = {line["name"]: line for line in lines}
-    for cache in caches:
-        stock, ours = (found.get(f"engine {mode} {cache}", {}) for mode in ("off", "on"))
+    for model, cache in cells:
+        stock, ours = (found.get(f"engine {model} {mode} {cache}", {}) for mode in ("off", "on"))
         if "run" not in stock or "run" not in ours:
-            yield False, f"engine {cache}: {'stock' if 'run' not in stock else 'the plugin'} gave no tokens"
+            yield False, f"engine {model} {cache}: {'stock' if 'run' not in stock else 'the plugin'} gave no tokens"
             continue
         compared = compare(stock["run"], ours["run"])
         speeds = f"{stock.get('tokens_per_second')} tokens/s stock, {ours.get('tokens_per_second')} with the plugin"
-        yield compared.is_close, f"engine {cache}: {compared}; {speeds}"
+        yield compared.is_close, f"engine {model} {cache}: {compared}; {speeds}"
 
 
 def main() -> int:
@@ -156,8 +158,8 @@ def main() -> int:
             not_run += "not_run" in each
             lines.append(f"{word} {each['name']:58} {words(each)}")
     if args.engine:
-        caches = [cache for cache in CACHES if any(cache in job.arguments for job in jobs)]
-        for passed, line in judge(caches, (each for job in jobs for each in told(job, out))):
+        cells = [cell for cell in CELLS if any({*cell} <= {*job.arguments} for job in jobs)]
+        for passed, line in judge(cells, (each for job in jobs for each in told(job, out))):
             failed += not passed
             lines.append(f"{'ok  ' if passed else 'FAIL'} {line}")
     lines.append(f"{failed} failed, {not_run} not run")

@@ -138,6 +138,14 @@ class Weights:
         self.linear(f"{layer}.mlp.up_proj", FEED_FORWARD, HIDDEN)
         self.linear(f"{layer}.mlp.down_proj", HIDDEN, FEED_FORWARD)
 
+    def drafting(self, layer: str) -> None:
+        """What a layer that drafts has beside attention and its feed-forward network."""
+        self.found[f"{layer}.embed_tokens.weight"] = self.found["model.embed_tokens.weight"].clone()
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            self.norm(f"{layer}.{name}", HIDDEN)
+        self.linear(f"{layer}.eh_proj", HIDDEN, 2 * HIDDEN)
+        self.linear(f"{layer}.shared_head.head", VOCAB, HIDDEN, _LOGIT_GAIN)
+
     def end(self) -> dict[str, Tensor]:
         """All parameters, with those behind the last layer."""
         self.norm("model.norm", HIDDEN)
@@ -152,10 +160,5 @@ def tensors(heads: int, *, drafts: bool = False) -> dict[str, Tensor]:
         weights.attention(f"model.layers.{number}.self_attn", heads, NOPE, ROPE, VALUE, INDEX_HEADS)
         weights.rest(f"model.layers.{number}")
     if drafts:
-        layer = f"model.layers.{LAYERS}"
-        weights.found[f"{layer}.embed_tokens.weight"] = weights.found["model.embed_tokens.weight"].clone()
-        for name in ("enorm", "hnorm", "shared_head.norm"):
-            weights.norm(f"{layer}.{name}", HIDDEN)
-        weights.linear(f"{layer}.eh_proj", HIDDEN, 2 * HIDDEN)
-        weights.linear(f"{layer}.shared_head.head", VOCAB, HIDDEN, _LOGIT_GAIN)
+        weights.drafting(f"model.layers.{LAYERS}")
     return weights.end()

@@ -49,13 +49,28 @@ def packed(found: dict[str, Tensor]) -> dict[str, Tensor]:
         if not _is_stored_in_four_bits(name, weight):
             made[name] = weight
             continue
-        groups = weight.float().unflatten(1, (-1, GROUP))  # [N, K / 128, 128]
-        scale = (groups.abs().amax(dim=-1, keepdim=True) / 7).to(torch.bfloat16)
-        codes = (groups / scale.float()).round().clamp(-8, 7).to(torch.int32) + 8
+        codes, scale = _symmetric(weight)
         made[f"{name}_packed"] = _words(codes.flatten(1).unflatten(1, (-1, 8)))
         made[f"{name}_scale"] = scale.squeeze(-1)
         made[f"{name}_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
     return made
+
+
+def packed_values(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values of `packed` in bf16 under the names of `found`: a checkpoint without 4 bits that is the same model."""
+
+    def values(weight: Tensor) -> Tensor:
+        codes, scale = _symmetric(weight)
+        return ((codes - 8) * scale).flatten(1).to(torch.bfloat16)
+
+    return {name: values(each) if _is_stored_in_four_bits(name, each) else each for name, each in found.items()}
+
+
+def _symmetric(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] -> codes 0 to 15 [N, K / 128, 128] int32, scales [N, K / 128, 1] bf16."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(dim=-1, keepdim=True) / 7).to(torch.bfloat16)
+    return (groups / scale.float()).round().clamp(-8, 7).to(torch.int32) + 8, scale
 
 
 def awq(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -68,16 +83,32 @@ def awq(found: dict[str, Tensor]) -> dict[str, Tensor]:
         if not _is_stored_in_four_bits(name, weight):
             made[name] = weight
             continue
-        groups = weight.float().T.unflatten(0, (-1, GROUP))  # [K / 128, 128, N]
-        low, high = groups.amin(dim=1, keepdim=True).clamp(max=0), groups.amax(dim=1, keepdim=True).clamp(min=0)
-        scale = ((high - low) / 15).to(torch.float16)
-        zero = (-low / scale.float()).round().clamp(0, 15)
-        codes = ((groups / scale.float()).round() + zero).clamp(0, 15).to(torch.int32)
+        codes, zero, scale = _with_zero(weight)
         own = name.removesuffix(".weight")
         made[f"{own}.qweight"] = _words(codes.flatten(0, 1).unflatten(1, (-1, 8))[..., _AWQ_ORDER])
-        made[f"{own}.qzeros"] = _words(zero.squeeze(1).to(torch.int32).unflatten(1, (-1, 8))[..., _AWQ_ORDER])
+        made[f"{own}.qzeros"] = _words(zero.squeeze(1).unflatten(1, (-1, 8))[..., _AWQ_ORDER])
         made[f"{own}.scales"] = scale.squeeze(1)
     return made
+
+
+def awq_values(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values of `awq`, as `packed_values`, with scales in bf16: vLLM loads them in the model's dtype."""
+
+    def values(weight: Tensor) -> Tensor:
+        codes, zero, scale = _with_zero(weight)
+        return ((codes - zero) * scale.to(torch.bfloat16)).flatten(0, 1).T.contiguous().to(torch.bfloat16)
+
+    return {name: values(each) if _is_stored_in_four_bits(name, each) else each for name, each in found.items()}
+
+
+def _with_zero(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, K] -> codes 0 to 15 [K / 128, 128, N] and zeros [K / 128, 1, N] int32, scales [K / 128, 1, N] fp16."""
+    groups = weight.float().T.unflatten(0, (-1, GROUP))
+    low, high = groups.amin(dim=1, keepdim=True).clamp(max=0), groups.amax(dim=1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / 15).to(torch.float16)
+    zero = (-low / scale.float()).round().clamp(0, 15)
+    codes = ((groups / scale.float()).round() + zero).clamp(0, 15)
+    return codes.to(torch.int32), zero.to(torch.int32), scale
 
 
 def _is_stored_in_four_bits(name: str, weight: Tensor) -> bool:

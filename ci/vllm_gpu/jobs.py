@@ -188,6 +188,9 @@ def agreement() -> list[Job]:
     return [*jobs, *_refusals()]
 
 
+_V32: Final = "heads", "drafts"
+"""What the names of DeepSeek-V3.2's small checkpoints begin with, without a layer that drafts and with one."""
+
 DEFAULTS: Final = (
     ("fp8_ds_mla", 16, "graphs", 2048, True),
     ("auto", 16, "eager", 8192, False),
@@ -197,17 +200,24 @@ DEFAULTS: Final = (
 """Cache format, heads, mode, the most tokens of a step, and whether a layer drafts, of engines that are as by default."""
 
 
-def _by_default(who: str, kv: str, heads: int, mode: str, step: int, drafts: bool) -> Job:
+def _by_default(
+    who: str, kv: str, heads: int, mode: str, step: int, drafts: bool, *, kind: str = "default", models: tuple[str, str] = _V32
+) -> Job:
     """Where prompts may be computed over keys of each head: whole or in chunks, of any length, the second time from the cache.
 
     The plugin's eager engines run in shadow mode: their prompts are compared layer by layer, too.
+
+    Args:
+        who, kv, heads, mode, step, drafts: as DEFAULTS has them. kind: what the name begins with. models: what the names of
+            checkpoints begin with, without a layer that drafts and with one.
     """
+    plain, drafting = models
     lengths = (*_TEXTS["lengths"], 6000, 9000, 16_000)
     options: dict[str, Any] = {**_TEXTS, "lengths": lengths, "repeats": 2, "by_default": True}
-    options |= {"shadow": (who, mode) == ("plugin", "eager"), **({"model": f"drafts{heads}"} if drafts else {})}
+    options |= {"shadow": (who, mode) == ("plugin", "eager"), "model": f"{drafting if drafts else plain}{heads}"}
     arguments = {"enable_prefix_caching": True, "max_num_batched_tokens": step, "max_model_len": 16_384}
     arguments |= _DRAFTS if drafts else {}
-    name = f"default-{who}-{cell(kv, heads)}"
+    name = f"{kind}-{who}-{cell(kv, heads)}"
     return Job(name, "generate", who, kv, heads, mode, arguments=arguments, options=options, seconds=240)
 
 
@@ -270,6 +280,43 @@ def other_models() -> list[Job]:
     return [*found, Job("glm53-sm80-off", "refuse", "sm80", "auto", 16, **stop)]
 
 
+GLM5: Final = {"glm5": ("shares16", "stock"), "glm5few": ("shares8", "stock"), "glm5all": ("shares64", "stock")}
+"""As OTHER_MODELS, with the heads of a GPU of four, of a GPU of eight, and all of GLM-5's."""
+_GLM5_DEFAULTS: Final = (
+    ("fp8_ds_mla", 16, "graphs", 2048, True),
+    ("auto", 16, "eager", 8192, False),
+    ("fp8_ds_mla", 8, "eager", 8192, False),
+    ("auto", 64, "graphs", 2048, True),
+)
+"""As DEFAULTS."""
+
+
+def glm5() -> list[Job]:
+    """GLM-5 (vLLM 0.26 and later): keys of 192 + 64 numbers and values of 256, and a layer that shares a selection.
+
+    16 heads: stock, Triton alone, the plugin in every mode, and as on older GPUs. 8 and 64 heads: stock and the plugin. All of
+    these are compared over the cache, but for the plugin's where vLLM compiles and those as on older GPUs, which are as by
+    default. Then the plugin and stock as by default, with MTP too.
+    """
+    few = [(who, kv, "eager") for who in ("stock", "plugin") for kv in KV_DTYPES]
+    cells = [("glm5", who, kv, "eager") for who in ("stock", "triton", "plugin", "sm89", "sm80") for kv in KV_DTYPES]
+    cells += [("glm5", "plugin", kv, mode) for mode in ("graphs", "default") for kv in KV_DTYPES]
+    cells += [("glm5", "sm89", "fp8_ds_mla", "graphs"), ("glm5", "sm80", "auto", "graphs")]
+    cells += [(name, *each) for name in ("glm5few", "glm5all") for each in few]
+    found: list[Job] = []
+    for name, who, kv, mode in cells:
+        model, _ = GLM5[name]
+        options: dict[str, Any] = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 6000), "repeats": 3 if who == "stock" else 1}
+        options |= {"model": model, "by_default": mode == "default" or who in ("sm89", "sm80")}
+        given: dict[str, Any] = {"rehearsal": REHEARSALS.get(who, {}), "options": options, "seconds": 300}
+        label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
+        found.append(Job(label, "generate", who, kv, int(model.removeprefix("shares")), mode, **given))
+    models = "shares", "sharesdrafts"
+    return found + [
+        _by_default(who, *each, kind="glm5default", models=models) for each in _GLM5_DEFAULTS for who in ("plugin", "stock")
+    ]
+
+
 TRUTHS: Final = {"auto": ("",), "fp8_ds_mla": ("pow2", "amax")}
 """By the cache, how the scales of its truths are made: which of the two an engine makes depends on vLLM's version."""
 HELD_AGAINST_TRANSFORMERS: Final = {"v32": "heads16", "glm5": "shares16"}
@@ -279,7 +326,8 @@ HELD_AGAINST_TRANSFORMERS: Final = {"v32": "heads16", "glm5": "shares16"}
 def transformers() -> list[Job]:
     """Engines, stock and the plugin, beside transformers in float32; and our attention function in transformers, in BF16.
 
-    All attend over the cache, so that one truth serves for prompts and decodes. The truths come first.
+    They attend over the cache, so that one truth serves for prompts and decodes. Those named `default` may attend over keys of
+    each head in prompts; with a BF16 cache the exact truth is theirs, too. The truths come first.
     """
     texts = {**_TEXTS, "lengths": (17, 300, 1000, 1900, 2500, 3500), "tokens": 16}
     exact = {**texts, "attention": "eager", "dtype": "float32"}
@@ -295,6 +343,9 @@ def transformers() -> list[Job]:
             options = {**texts, "repeats": 1, "model": model}
             label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}"
             found.append(Job(label, "generate", who, kv, 16, "eager", options=options, seconds=300))
+        for who in ("stock", "plugin"):
+            options = {**texts, "repeats": 1, "model": model, "by_default": True}
+            found.append(Job(f"{name}-{who}-default", "generate", who, "auto", 16, "eager", options=options, seconds=300))
     return found
 
 
@@ -326,12 +377,14 @@ FOUR_BITS: Final = {"packed": ("packed16", "stock"), "awq": ("awq16", "stock")}
 
 
 def four_bits() -> list[Job]:
-    """Weights of 4 bits: stock, the plugin, and as SM80, whose GPUs are those that such weights are for; as by default.
+    """Weights of 4 bits: stock, the plugin, and as SM80 and SM89, which such weights are for; as by default.
+
+    A twin of each, stock with the same values in bf16, says that the layers of 4 bits are read as they were written.
 
     Prompts may go over keys of each head, so that `kv_b_proj` is called, beside what vLLM's layer makes of it for decodes. Not
     stock's: vLLM 0.26 asks `kv_b_proj` for its `weight` in a prompt with context, which these have not.
     """
-    cells = [(who, kv, "eager") for who in ("stock", "plugin", "sm80") for kv in KV_DTYPES]
+    cells = [(who, kv, "eager") for who in ("stock", "plugin", "sm80", "sm89") for kv in KV_DTYPES]
     cells += [("plugin", kv, "graphs") for kv in KV_DTYPES]
     found: list[Job] = []
     for (who, kv, mode), (name, (model, _)) in product(cells, FOUR_BITS.items()):
@@ -340,6 +393,9 @@ def four_bits() -> list[Job]:
         rehearsal = REHEARSALS.get(who, {})
         label = f"{name}-{who}-{'bf16' if kv == 'auto' else 'fp8'}-{mode}"
         found.append(Job(label, "generate", who, kv, 16, mode, rehearsal=rehearsal, options=options, seconds=300))
+        if who == "stock":
+            options = {**options, "model": model.replace("16", "twin16"), "repeats": 1}
+            found.append(Job(label.replace("-stock-", "-twin-"), "generate", who, kv, 16, mode, options=options, seconds=300))
     return found
 
 
@@ -457,7 +513,10 @@ def serve() -> list[Job]:
 
 
 def features() -> list[Job]:
-    """What deployments switch on: each must generate as without it (`feature-none`), and many requests with all together."""
+    """What deployments switch on: each must generate as without it (`feature-none`), and many requests with all together.
+
+    With VLLM_BATCH_INVARIANT all prompts together must give what each gives alone.
+    """
     prefixes = {"enable_prefix_caching": True}
     # The cache is smaller than the prompts together, so the second time they come from the host. ExampleConnector, which moves
     # files, leaves the indexer's keys out, for any backend.
@@ -473,6 +532,11 @@ def features() -> list[Job]:
     model = {"model": "drafts16"}
     several = {"num_gpu_blocks_override": 100, "max_num_seqs": 64, "max_model_len": 1024}
     many = {"count": 500, "prompt": (8, 600), "tokens": (8, 32), **model}
+    invariant: dict[str, Any] = {"environ": {"VLLM_BATCH_INVARIANT": "1"}, "options": {**_TEXTS, "repeats": 1}, **more}
+    alone = [
+        Job(f"feature-invariant-{way}-{'bf16' if kv == 'auto' else 'fp8'}", "generate", "plugin", kv, arguments=a, **invariant)
+        for kv, (way, a) in product(KV_DTYPES, (("one", {"max_num_seqs": 1}), ("all", {})))
+    ]
     return [
         one("none", {}, repeats=3),
         one("prefixes", prefixes),
@@ -481,6 +545,7 @@ def features() -> list[Job]:
         one("connector", connector),
         Job("feature-all-one", "requests", "plugin", arguments={**several, "max_num_seqs": 1}, options=many, **more),
         Job("feature-all-small", "requests", "plugin", arguments={**several, **prefixes, **_DRAFTS}, options=many, **more),
+        *alone,
     ]
 
 

@@ -86,7 +86,9 @@ Both = tuple[Mapping[str, float], Mapping[str, float]]
 """Log-probabilities by token, in two runs."""
 
 
-def _same_past(one: Run, other: Run, shortest: int, longest: int) -> Iterator[tuple[int, int, Both, tuple[int, int]]]:
+def _same_past(
+    one: Run, other: Run, shortest: int = 0, longest: int = 2**31
+) -> Iterator[tuple[int, int, Both, tuple[int, int]]]:
     """Prompt length, place, log-probabilities and tokens of both runs, of each text up to where it parts."""
     for a, b in zip(one, other, strict=True):
         if not shortest <= a["length"] + len(a["tokens"]) <= longest:
@@ -327,8 +329,10 @@ def features(ran: Ran) -> Iterator[Line]:
     without = _runs(ran, "feature-none")
     own = max((agree(*pair, **_LONG).difference for pair in combinations(without, 2)), default=0.0)
     yield Line("feature-none", f"against itself: long {own:.3f}", None if without else False)
+    for name in (each for each in ran if each.startswith("feature-invariant-all-")):
+        yield from _invariant(ran, name)
     for name, done in ran.items():
-        if done.job.task == "generate" and name != "feature-none":
+        if done.job.task == "generate" and name != "feature-none" and "-invariant-" not in name:
             line = _as_without(name, without, done.runs)
             if line.passed is not None and done.runs and done.job.arguments.get("enable_prefix_caching"):
                 cached, outside = sum(p["cached"] or 0 for p in done.runs[-1]), done.result["outside"]
@@ -339,13 +343,30 @@ def features(ran: Ran) -> Iterator[Line]:
         yield _many(ran, "feature-all", "feature-all-one", "feature-all-small")
 
 
+def _invariant(ran: Ran, name: str) -> Iterator[Line]:
+    """All prompts together against each alone: the same log-probabilities, to the five digits that results have.
+
+    Longer ones than top-k inform: the indexer's scores, by which keys are selected, are not promised to be the same.
+    """
+    alone, together = _runs(ran, name.replace("-all-", "-one-")), _runs(ran, name)
+    if not alone or not together:
+        yield Line(name, "did not finish", False)
+        return
+    for label, side in (("short", _SHORT), ("long", _LONG)):
+        differ = [both[0] != both[1] or its != own for _, _, both, (own, its) in _same_past(together[0], alone[0], **side)]
+        found = agree(together[0], alone[0], **side)
+        text = f"{label}, each prompt alone: {found}; {sum(differ)} of {len(differ)} tokens are not the same"
+        yield Line(name, text, bool(differ) and not any(differ) and bool(ran[name].served) if label == "short" else None)
+
+
 def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
     """Each engine against stock's eager one; where stock has no such cache, against that of Triton's kernels alone.
 
     Where vLLM has no backend of its own for the model, because a package is missing, that is said and does not count. An engine
     that differs from itself fails, and nothing is judged by it. Where prompts may go over keys of each head, the plugin's must.
+    Where a model of 4 bits has a twin with the same values in bf16, ours must be close to that as well.
     """
-    models = {**jobs.OTHER_MODELS, **jobs.FOUR_BITS}
+    models = {**jobs.OTHER_MODELS, **jobs.FOUR_BITS, **jobs.GLM5}
     for job in planned:
         if job.task == "refuse":
             if job.name in ran:
@@ -364,14 +385,26 @@ def other_models(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
             yield Line(job.name, f"nothing to compare it with: none of {', '.join(known)} finished", False)
         else:
             compared = compare(_runs(ran, against)[0], runs[0])
-            passed, found = (
-                compared.is_close and (job.who == stock or bool(ran[job.name].served)),
-                f"against {against}: {compared}",
-            )
+            passed, found = compared.is_close, f"against {against}: {compared}"
+            wrongly = "" if job.who == stock else served_wrongly(ran[job.name])
+            if wrongly:
+                passed, found = False, f"{found}; {wrongly}"
+            for twin in _runs(ran, f"{name}-twin-{kv}-eager") if job.who != stock else ():
+                with_values = compare(twin, runs[0])
+                passed, found = passed and with_values.is_close, f"{found}; its values in bf16: {with_values}"
             if job.options.get("by_default") and job.who == "plugin":
                 per_head = ran[job.name].result["per_head"]
                 passed, found = passed and per_head > 0, f"{found}; {per_head} tokens over keys of each head"
             yield Line(job.name, found, passed if _agrees(_runs(ran, against)) else None)
+
+
+def glm5(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line]:
+    """GLM-5: beside stock that attends over the cache, and as by default beside stock as by default."""
+    default = [job for job in planned if job.name.startswith("glm5default-")]
+    yield from other_models(ran, [job for job in planned if job not in default])
+    for job in default:
+        if job.who == "plugin":
+            yield _by_default(ran, out, job.name)
 
 
 @dataclass(frozen=True)
@@ -447,6 +480,10 @@ def _from_truth(ran: Ran, job: jobs.Job, run: Run, truths: Sequence[Run]) -> Lin
         found += f" (stock: {its})"
     if job.task == "generate" and job.who == "plugin":
         passed = passed and bool(ran[job.name].served)
+    if job.options.get("by_default"):
+        per_head = ran[job.name].result["per_head"]
+        passed = passed and (per_head > 0 or job.who == "stock")
+        found += f"; {per_head} tokens over keys of each head"
     return Line(job.name, found, passed)
 
 

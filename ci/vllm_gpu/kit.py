@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
-    ci/gpu_vllm [FOLDER] [--indexer | --other-models | --four-bits | --transformers | --features | --load | --prompts | --rank |
-                --rank-long | --rank-flash | --serve | --tensor-parallel | --context-parallel GPUS]
+    ci/gpu_vllm [FOLDER] [--indexer | --other-models | --glm5 | --sinks | --four-bits | --transformers | --features | --load |
+                --prompts | --rank | --rank-long | --rank-flash | --serve | --tensor-parallel | --context-parallel GPUS]
                 [--layer] [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--who NAME] [--commit COMMIT]]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
@@ -32,6 +32,7 @@ from jobs import (
     context_parallel,
     features,
     four_bits,
+    glm5,
     indexer,
     load,
     other_models,
@@ -175,6 +176,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--sinks", action="store_true", help="hy_v4 beside stock that waits for its selections, layer by layer too"
     )
     other.add_argument("--other-models", action="store_true", help="GLM-5.3-Flash and hy_v4, from 0.30 on, and nothing else")
+    other.add_argument("--glm5", action="store_true", help="GLM-5, from 0.26 on, and nothing else")
     other.add_argument("--four-bits", action="store_true", help="weights of 4 bits beside stock, and nothing else")
     other.add_argument(
         "--transformers", action="store_true", help="beside Hugging Face transformers in float32, and nothing else"
@@ -218,6 +220,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "indexer": (indexer, lambda done: judge.agreement(done, todo, out)),
         "features": (features, judge.features),
         "other_models": (other_models, lambda done: judge.other_models(done, todo)),
+        "glm5": (glm5, lambda done: judge.glm5(done, todo, out)),
         "sinks": (sinks, lambda done: judge.sinks(done, todo, out)),
         "four_bits": (four_bits, lambda done: judge.other_models(done, todo)),
         "transformers": (transformers, lambda done: judge.transformers(done, todo)),

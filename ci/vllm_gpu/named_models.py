@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,8 +81,9 @@ def write_model(folder: Path, name: str) -> None:
 
     heads16: a small model. drafts16: with a layer that drafts. rank16: one GPU's share of the whole model, without weights.
     ranklong16: the same for longer sequences. half16: of half its depth; halfdrafts16: and with a layer that drafts. shares16,
-    nope16, sinks16: small models in the shape of GLM-5, of GLM-5.3-Flash and of hy_v4 (`other_models`). rankflash16: as rank16,
-    of the second of these. packed16, awq16: as heads16 in 4 bits (`four_bits`).
+    nope16, sinks16: small models in the shape of GLM-5, of GLM-5.3-Flash and of hy_v4 (`other_models`). sharesdrafts16: the
+    first of these with a layer that drafts; rankflash16: as rank16, of the second. packed16, awq16: as heads16 in 4 bits
+    (`four_bits`); packedtwin16, awqtwin16: the same values in bf16.
     """
     kind = name.rstrip("0123456789")
     heads, to = name.removeprefix(kind), folder / name
@@ -105,7 +107,10 @@ def write_model(folder: Path, name: str) -> None:
                 lambda heads: v32_config(heads) | {"quantization_config": four_bits.AWQ},
                 lambda heads: four_bits.awq(tensors(heads)),
             ),
+            "packedtwin": (v32_config, lambda heads: four_bits.packed_values(tensors(heads))),
+            "awqtwin": (v32_config, lambda heads: four_bits.awq_values(tensors(heads))),
             "shares": (other_models.glm5_config, other_models.glm5_tensors),
+            "sharesdrafts": (partial(other_models.glm5_config, drafts=True), partial(other_models.glm5_tensors, drafts=True)),
             "nope": (other_models.glm_config, other_models.glm_tensors),
             "sinks": (other_models.hy_config, other_models.hy_tensors),
         }[kind]

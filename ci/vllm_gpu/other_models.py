@@ -54,10 +54,11 @@ _GLM5_PATTERN: Final = "FSF"
 """Layers with an indexer of their own (F), and one that attends to the selection of the layer before it (S)."""
 
 
-def glm5_config(heads: int) -> dict[str, Any]:
+def glm5_config(heads: int, *, drafts: bool = False) -> dict[str, Any]:
     """config.json, with the fields that vLLM reads and those of transformers for the same thing.
 
-    rms_norm_eps is 1e-6, which transformers takes for the norms of latents whatever the configuration says.
+    rms_norm_eps is 1e-6, which transformers takes for the norms of latents whatever the configuration says. `drafts`: with an
+    MTP layer, whose second draft attends to the selection of the first.
     """
     nope, rope, value, index_heads = _GLM5_WIDTHS
     config = v32_config(heads) | {
@@ -75,21 +76,24 @@ def glm5_config(heads: int) -> dict[str, Any]:
         "indexer_rope_interleave": True,
         "rope_interleave": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(drafts),
+        **({"index_share_for_mtp_iteration": True} if drafts else {}),
     }
     return {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
 
 
-def glm5_tensors(heads: int) -> dict[str, Tensor]:
-    """Every parameter. A layer that shares a selection has no indexer."""
+def glm5_tensors(heads: int, *, drafts: bool = False) -> dict[str, Tensor]:
+    """Every parameter. A layer that shares a selection has no indexer; one that drafts has."""
     weights = Weights()
-    for number, kind in enumerate(_GLM5_PATTERN):
+    for number, kind in enumerate(_GLM5_PATTERN + "F" * drafts):
         layer = f"model.layers.{number}"
         weights.attention(f"{layer}.self_attn", heads, *_GLM5_WIDTHS)
         if kind == "S":
             own = f"{layer}.self_attn.indexer."
             weights.found = {name: each for name, each in weights.found.items() if not name.startswith(own)}
         weights.rest(layer)
+    if drafts:
+        weights.drafting(f"model.layers.{len(_GLM5_PATTERN)}")
     return weights.end()
 
 

@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 import sglang_indexer
+import torch
 from interpreter_rounding import round_ties_to_even
 from machines import A100
+from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.state_capturer import base, indexer_topk
 from sglang_kit import cases, pretend_for_indexer, small
 from sglang_version import FUSED
 
+from mla_portable.choose import Registry
+from mla_portable.dispatch import serving as serving_by
 from mla_portable.engines.common.e4m3_stores import StandIn
 from mla_portable.engines.sglang import index_codes, serving, stock
 
@@ -54,7 +59,10 @@ def a100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", [DECODE, VERIFY], ids=lambda case: case.forward_mode.name.lower())
+STEPS = pytest.mark.parametrize("case", [DECODE, VERIFY], ids=lambda case: case.forward_mode.name.lower())
+
+
+@STEPS
 def test_a_step(case: Any, monkeypatch: pytest.MonkeyPatch):
     if FUSED:
         monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")  # positions, by torch: the fused kernels are CUDA's
@@ -67,3 +75,46 @@ def test_without_the_plugin_it_stops(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(index_codes, "serve", lambda facts, pools: None)
     with pytest.raises(ValueError, match="fp8e4nv not supported"):
         sglang_indexer.run(DECODE, topk=16, fused_store=False, device="cpu", dsa_decode_backend="tilelang")
+
+
+def capturer_without_pinned_memory(topk: int) -> Any:
+    """SGLang's own, of one layer, for 4,096 slots and steps of at most 64 tokens."""
+    zeros = torch.zeros
+    with pytest.MonkeyPatch.context() as patches:
+        pageable = {"cpu": lambda shape, dtype, **named: torch.empty(shape, dtype=dtype)}
+        patches.setattr(base, "ALLOC_MEMORY_FUNCS", pageable, raising=False)  # 0.5.16 asks torch.zeros to pin
+        patches.setattr(torch, "zeros", lambda *shape, pin_memory=False, **named: zeros(*shape, **named))
+        return base.BaseTopkCapturer(4096, max_batch_size=64, num_layers=1, topk_size=topk, device="cpu", name="indexer_topk")
+
+
+@STEPS
+def test_the_selection_that_sglang_returns_is_ours(case: Any, monkeypatch: pytest.MonkeyPatch):
+    """`--enable-return-indexer-topk`: SGLang's capturer keeps what a step chose, and answers with it for each token."""
+    if FUSED:
+        monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")
+    make, forward, steps = sglang_indexer.fixture, dsa_indexer.Indexer.forward_cuda, list[Any]()
+
+    def built(*args: Any, **named: Any) -> Any:
+        steps.append(make(*args, **named))
+        return steps[-1]
+
+    def chosen(*args: Any, **named: Any) -> Any:
+        steps.append(forward(*args, **named))
+        return steps[-1]
+
+    monkeypatch.setattr(sglang_indexer, "fixture", built)
+    monkeypatch.setattr(dsa_indexer.Indexer, "forward_cuda", chosen)
+    capturer = capturer_without_pinned_memory(topk=16)
+    monkeypatch.setattr(indexer_topk, "get_global_indexer_capturer", lambda: capturer)
+    scores = Registry(plugins=[("reference", "mla_portable.reference")], environ={})
+    with serving_by(scores):
+        assert sglang_indexer.run(case, topk=16, fused_store=False, device="cpu", dsa_decode_backend="tilelang") == 0
+    assert {each.name for each in scores.dispatched.values()}, "SGLang scored by itself"
+    made, result = steps
+    capturer.on_forward_end(made.forward_batch, False, None)
+    rows = result.split(list(case.input_lens))
+    for request, length in enumerate(case.prefix_lens):
+        whole = length + case.input_lens[request] + 1  # the newest token of an answer has no selection yet
+        pool = made.forward_batch.req_pool_indices[request]
+        returned = capturer.get_topk(pool, whole, made.runner.req_to_token_pool, start_len=length)
+        assert torch.equal(returned[:, 0], rows[request].int()) and (returned >= 0).any()

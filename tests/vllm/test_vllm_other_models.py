@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kit's small checkpoints of GLM-5.3-Flash and hy_v4: their names, shapes and fields are those of transformers' models."""
+"""The kit's small checkpoints of GLM-5, GLM-5.3-Flash and hy_v4: fields and names are those of vLLM and of transformers."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import engine
 import other_models
 import pytest
 import torch
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.model_executor.models import registry
 
 HEADS = 4
 RENAMED = {
@@ -64,6 +68,20 @@ def test_the_checkpoint_has_every_parameter_of_the_model(kind: str, names: tuple
         rows = sum(made.pop(f"{prefix}.{each}_conv1d.weight")[0] for each in "qkv")
         assert wanted.pop(f"{prefix}.conv1d.weight") == (rows, 1, 4)
     assert made == wanted
+
+
+def test_vllm_reads_the_configuration_of_glm5_and_of_its_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Sparse MLA with 576 numbers a token; the draft keeps the fields by which vLLM builds an indexer and shares its choice."""
+    config = other_models.glm5_config(HEADS, drafts=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())  # it would import vLLM again
+    target: Any = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=8192)
+    assert target.architectures == ["GlmMoeDsaForCausalLM"] and target.use_mla and target.get_head_size() == 576
+    drafts = {"method": "deepseek_mtp", "num_speculative_tokens": 2, "target_model_config": target}
+    made: Any = SpeculativeConfig(**drafts, target_parallel_config=ParallelConfig())
+    fields = made.draft_model_config.hf_config
+    assert (fields.n_predict, fields.num_hidden_layers, fields.index_share_for_mtp_iteration) == (1, 3, True)
+    assert (fields.index_topk, fields.index_topk_pattern, fields.indexer_rope_interleave) == (2048, "FSF", True)
 
 
 def test_vllms_own_class_reads_the_fields_of_hy_v4():
