@@ -19,6 +19,7 @@ OUTSIDE = {
     "SECURITY.md": "SECURITY.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "capability/MATRIX.md": "capability/MATRIX.md",
+    "capability/FEATURES.md": "capability/FEATURES.md",
 }
 """Path in the repository -> path on the site."""
 
