@@ -4,8 +4,8 @@
 
     ci/gates.py [--release] [GATE ...]
 
-generated    MATRIX.md, matrix.json or FEATURES.md is not what runs, profiles, declarations and costs say, or docs/benchmarks.md
-             or one of its pictures is not what runs say
+generated    MATRIX.md, matrix.json or FEATURES.md is not what runs, profiles, declarations and costs say, or one of
+             docs/benchmarks.md, its pictures and docs/accuracy.md is not what runs say
 untested     a limit of a declaration that the conformance suite has no case for
 claims       what implementations that ran in the newest release declare now and did not prove there: reported; with --release
              refused
@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "release"))
 
+from accuracy_page import accuracy_pages
 from claims import uncovered, untested
 from matrix import generated
 from page import benchmark_pages
@@ -44,7 +45,8 @@ def differences() -> list[str]:
     """A paragraph for each file that is not what it should be, with the first lines that differ."""
     found: list[str] = []
     wanted_files = {path: (text, "ci/release/matrix.py") for path, text in generated(CAPABILITY, REGISTRY).items()}
-    pages = {CAPABILITY.parent / "docs" / name: text for name, text in benchmark_pages(CAPABILITY).items()}
+    written = benchmark_pages(CAPABILITY) | accuracy_pages(CAPABILITY)
+    pages = {CAPABILITY.parent / "docs" / name: text for name, text in written.items()}
     wanted_files |= {path: (text, "ci/release/bench.py page --write") for path, text in pages.items()}
     for path, (wanted, command) in wanted_files.items():
         there = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -8,7 +8,8 @@
 What a file holds, as words in a string: per class its methods with their parameters (a trailing "=" marks a default), which
 are abstract, its bases and class variables; the fields of the common metadata; which optional functions are there; what
 MLAAttention and the layers around it read from an implementation and from the metadata; which of the plugin's own imports
-from vLLM would succeed; which names the plugin's replacements of the DSA indexer would find, and how vLLM calls DeepGEMM there.
+from vLLM would succeed; which names the plugin's replacements of the DSA indexer would find, and how vLLM calls DeepGEMM there;
+the attributes of the classes that the plugin's layer around attention reads.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ CLASSES = {
     "vllm/v1/worker/workspace.py": ("WorkspaceManager",),
     "vllm/model_executor/layers/sparse_attn_indexer.py": ("SparseAttnIndexer",),
     "vllm/v1/attention/backends/mla/indexer.py": ("DeepseekV32IndexerMetadata", "DeepseekV32IndexerMetadataBuilder"),
+    "vllm/model_executor/layers/mla.py": ("MultiHeadLatentAttentionWrapper",),
 }
 FUNCTIONS = {
     "vllm/v1/worker/workspace.py": ("is_workspace_manager_initialized", "current_workspace_manager"),
@@ -68,11 +70,23 @@ SEAMS = {
     "vllm/models/glm5next/common/attention.py": ("_pad_indexer_heads",),
     "vllm/models/glm5next/nvidia/attention.py": ("_pad_indexer_heads",),
     "vllm/models/deepseek_v32/__init__.py": ("DeepseekV32ForCausalLM", "DeepseekV32MTP", "GlmMoeDsaForCausalLM"),
+    "vllm/model_executor/custom_op.py": ("PluggableLayer", "op_registry_oot"),
+    "vllm/model_executor/layers/mla.py": ("MultiHeadLatentAttentionWrapper",),
+    "vllm/model_executor/layers/attention/attention.py": ("get_attention_context",),
+    "vllm/compilation/breakable_cudagraph.py": ("eager_break_during_capture",),
+    "vllm/utils/torch_utils.py": ("LayerNameType", "_encode_layer_name", "_resolve_layer_name"),
 }
-"""Modules of the DSA indexer, and names in them that the plugin replaces or uses where they are."""
+"""Modules of the DSA indexer and of the layer around attention, and names in them that the plugin replaces or uses."""
+LAYER = "vllm/model_executor/layers/attention/mla_attention.py"
+AROUND = {
+    "vllm/model_executor/layers/mla.py": "MultiHeadLatentAttentionWrapper",
+    "vllm/model_executor/models/deepseek_v2.py": "Indexer",
+    "vllm/model_executor/layers/sparse_attn_indexer.py": "SparseAttnIndexer",
+    LAYER: "MLAAttention",
+}
+"""Classes whose objects the plugin's layer around attention reads: what they have is what they give to `self`."""
 DEEP_GEMM = "vllm/utils/deep_gemm.py"
 OPERATORS = "vllm/config/compilation.py"
-LAYER = "vllm/model_executor/layers/attention/mla_attention.py"
 CALLERS = {"vllm/model_executor/layers/mla.py": "self.mla_attn.impl", "vllm/models/deepseek_v32/attention.py": "self.impl"}
 """Models' own layers around MLAAttention, and how they name its implementation."""
 
@@ -128,8 +142,9 @@ def bound_names(tree: ast.AST) -> set[str]:
             found.add(node.name)
         elif isinstance(node, ast.ImportFrom | ast.Import):
             found |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
     return found
 
 
@@ -156,7 +171,7 @@ def defined(tree: ast.AST, kind: type) -> dict[str, Any]:
 
 def extract(wheel: Path) -> dict[str, Any]:
     with zipfile.ZipFile(wheel) as archive:
-        present, paths = set(archive.namelist()), {*CLASSES, *FUNCTIONS, *SEAMS, LAYER, *CALLERS, OPERATORS}
+        present, paths = set(archive.namelist()), {*CLASSES, *FUNCTIONS, *SEAMS, *AROUND, *CALLERS, OPERATORS}
         trees = {path: ast.parse(archive.read(path) if path in present else "") for path in paths}
         imports = {f"{module}:{name}": defines(archive, present, module, name) for module, name in plugin_imports()}
     found: dict[str, Any] = {"classes": {}, "functions": {}, "imports": imports}
@@ -176,6 +191,8 @@ def extract(wheel: Path) -> dict[str, Any]:
         "impl_arguments": {keyword.arg for call in calls for keyword in call.keywords if keyword.arg},
     }
     found["seams"] = {path: " ".join(sorted(bound_names(trees[path]).intersection(some))) for path, some in SEAMS.items()}
+    around = ((name, defined(trees[path], ast.ClassDef).get(name)) for path, name in AROUND.items())
+    found["around"] = {name: " ".join(sorted(attributes_of(node, "self"))) for name, node in around if node is not None}
     found["deep_gemm"] = deep_gemm_calls(trees[DEEP_GEMM])
     found["splits_at_the_indexer"] = '"vllm::sparse_attn_indexer"' in ast.unparse(trees[OPERATORS]).replace("'", '"')
     return {**found, "layer": {what: " ".join(sorted(several)) for what, several in names.items()}}

@@ -106,6 +106,25 @@ DEEPSEEK_V41: Final = Model(
 )
 """On SM90; on SM100 its rows have 528 and 288 bytes, for which there is no layout."""
 
-_ALL: Final = (DEEPSEEK_V32, GLM_5, GLM_53_FLASH, DEEPSEEK_V4, DEEPSEEK_V41)
+A_X_K2: Final = Model(
+    "A.X-K2",
+    heads=32,
+    head_dims=(64, 32, 64),
+    layouts=("bf16_128_32",),
+    index_heads=16,
+    max_model_len=131_072,
+)
+"""A.X-K2-Light, with a latent of 128. The output of attention is gated before the output projection, which is the model's."""
+MISTRAL_LARGE_4: Final = Model(
+    "Mistral-Large-4",
+    heads=64,
+    head_dims=(64, 64, 128),
+    layouts=("bf16", "bf16_nope"),
+    index_heads=32,
+    max_model_len=131_072,
+)
+"""Layers with rope have rows of `bf16`; every fourth has none, head dims of (128, 0, 128) and rows of `bf16_nope`."""
+
+_ALL: Final = (DEEPSEEK_V32, GLM_5, GLM_53_FLASH, DEEPSEEK_V4, DEEPSEEK_V41, A_X_K2, MISTRAL_LARGE_4)
 MODELS: Final = MappingProxyType({model.name.lower(): model for model in _ALL})
 """By the name in small letters, as options of commands take it."""

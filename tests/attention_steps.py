@@ -101,7 +101,7 @@ def make_step(name: str, layout: str, sink: Tensor | None = None, *, rope: bool 
         q[..., row.value_width :] = 0
     q[num_tokens:] = math.nan  # padding rows hold anything
     flat = cache if row.is_quantized else cache.view(-1, row.row_width)
-    out, lse = oracle.sparse_prefill(q, flat, slots, softmax_scale=SPEC.softmax_scale, attn_sink=sink)
+    out, lse = oracle.sparse_prefill(q, flat, slots, softmax_scale=SPEC.softmax_scale, attn_sink=sink, kv_layout=layout)
     return Step(Batch(starts, seq_lens, table, padded), q, cache, topk, out, lse)
 
 

@@ -32,7 +32,10 @@ class Model:
         return tuple(self.implementation(p) for p in Primitive.all() if primitive in (None, p))
 
     def implementation(self, primitive: Primitive, **limits) -> Implementation:
-        layouts = {"kv": ("bf16", "fp8_ds_mla"), "index": ("index_bf16", "index_fp8")}.get(primitive.cache, ())
+        both = {"kv": ("bf16", "fp8_ds_mla"), "index": ("index_bf16", "index_fp8")}
+        layouts = both.get(primitive.cache, ())
+        if "index_layout" in primitive.facts:
+            layouts = sum(both.values(), ())
         declared = {"device_types": ("cpu",), "kv_layouts": layouts, "context_parallel": str(primitive) == "indexer_select"}
         declared["seq_lens"] = str(primitive) == "convert_indices"
         support = Support(source="a test", **(declared | limits))
@@ -470,6 +473,34 @@ class Model:
             out[token] = torch.where(inside, self._scores(q[token], weights[token], values), -math.inf)
         return out
 
+    def indexer_logits_blocks(self, q, q_scales, weights, keys, key_scales, starts, lengths, *, block_tokens, out):
+        def numbers(codes, scales):
+            size = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            if codes.dtype == torch.int8:
+                byte = codes.view(torch.uint8).long()
+                halves = [byte & 15, byte & 15] if "reads the lower half twice" in self.faults else [byte & 15, byte >> 4]
+                values = torch.cat([size, -size])[torch.stack(halves, dim=-1).flatten(-2)]
+            else:
+                values = codes.float()
+            byte = torch.stack([scales >> 8 * group & 255 for group in range(4)], dim=-1)
+            byte = byte[..., :1].expand(*byte.shape) if "takes one scale for a row" in self.faults else byte
+            factor = torch.where(byte == 255, math.nan, torch.exp2(byte.float() - 127))
+            return (values.unflatten(-1, (4, -1)) * factor.unsqueeze(-1)).flatten(-2)
+
+        flat, offset = numbers(keys, key_scales).flatten(0, 1), torch.arange(block_tokens)
+        queries = numbers(q, q_scales)
+        for token in range(q.shape[0]):
+            slot = (starts[token].long()[:, None] + offset).flatten()
+            there = (starts[token][:, None] >= 0) & (offset < lengths[token][:, None])
+            if "ignores the lengths" in self.faults:
+                there = (starts[token][:, None] >= 0).expand(there.shape)
+            there = there.flatten() & (slot < len(flat))
+            found = torch.full(slot.shape, -math.inf)
+            rows = flat[slot[there]].nan_to_num(0) if "takes NaN for 0" in self.faults else flat[slot[there]]
+            found[there] = self._scores(queries[token], weights[token].float(), rows)
+            out[token] = found
+        return out
+
     def indexer_select(self, *arguments, topk, dcp_size=1, dcp_rank=0, interleave=1, out=None, scores_out=None):
         found = torch.full((arguments[0].shape[0], topk), -1, dtype=torch.int32)
         if scores_out is not None:
@@ -487,3 +518,88 @@ class Model:
         if "leaves rows of nobody" in self.faults and out is not None:
             found = torch.where((found >= 0).any(dim=1, keepdim=True), found, out)
         return self._give(found, out)
+
+    # ------------------------------------------------------------------ between the projections
+
+    def _rms_norm(self, x, weight, eps):
+        eps = 0 if "drops eps" in self.faults else eps
+        square = x.float().square()
+        mean = square.mean() if "norms all tokens alike" in self.faults else square.mean(dim=-1, keepdim=True)
+        normed = x.float() / (mean + eps).sqrt()
+        if "rounds before the weight" in self.faults:
+            normed = normed.bfloat16().float()
+        return (normed * weight.float()).bfloat16()
+
+    def _turned(self, x, cos_sin, positions, style, first=0):
+        """x [T, ..., n] float32 with the rotary numbers from `first` on rotated."""
+        x, last = x.clone(), cos_sin.shape[0] - 1
+        positions = positions if "takes positions as they are" in self.faults else positions.clamp(0, last)
+        angles = cos_sin.float()[positions % cos_sin.shape[0]]
+        half = angles.shape[1] // 2
+        for token in range(x.shape[0]):
+            for pair in range(half):
+                one, other = (2 * pair, 2 * pair + 1) if style == "interleaved" else (pair, pair + half)
+                a, b = x[token, ..., first + one].clone(), x[token, ..., first + other].clone()
+                cos, sin = angles[token, pair], angles[token, half + pair]
+                if "turns the other way" in self.faults:
+                    sin = -sin
+                x[token, ..., first + one], x[token, ..., first + other] = a * cos - b * sin, b * cos + a * sin
+        return x
+
+    def norm_rope_write(
+        self, q_a, latent, index_key, positions, cos_sin, *, q_norm, kv_norm, index_norm=None, eps, index_eps=None, kv_cache,
+        slot_mapping, index_cache=None, rope_style="interleaved", index_rope_style="neox", index_rope_at="first",
+        scale_format="pow2", q_out, latent_out=None, k_rope_out=None,
+    ):  # fmt: skip
+        skipped = torch.zeros(positions.shape, dtype=torch.bool)
+        if "norms written tokens alone" in self.faults and slot_mapping is not None:
+            skipped = slot_mapping < 0
+        if q_a is not None:
+            if "reads packed rows" in self.faults:
+                q_a = torch.as_strided(q_a, q_a.shape, (q_a.shape[1], 1), q_a.storage_offset())
+            q_out[~skipped] = self._rms_norm(q_a, q_norm, eps)[~skipped]
+        if latent is not None:
+            normed, rope = self._rms_norm(latent[:, :512], kv_norm, eps), latent[:, 512:]
+            style = "interleaved" if "knows one style" in self.faults else rope_style
+            if "norms the rotary part" in self.faults:
+                rope = self._rms_norm(rope, torch.ones(64), eps)
+            rope = self._turned(rope.float(), cos_sin, positions, style).bfloat16()
+            for out, values in ((latent_out, normed), (k_rope_out, rope)):
+                if out is not None:
+                    out[~skipped] = values[~skipped]
+            if kv_cache is not None:
+                self.cache_write(normed, rope, kv_cache, slot_mapping, scale_format=scale_format)
+        if index_key is not None:
+            weight, bias = index_norm
+            key = index_key.float()
+            mean = 0 if "norms keys without their mean" in self.faults else key.mean(dim=-1, keepdim=True)
+            key = (key - mean) / ((key - mean).square().mean(dim=-1, keepdim=True) + (index_eps or eps)).sqrt()
+            key = key * weight.float() + (0 if "drops the bias" in self.faults else bias.float())
+            if "rounds a key once" not in self.faults:
+                key = key.bfloat16().float()
+            at = "first" if "knows one place" in self.faults else index_rope_at
+            first = 0 if at == "first" else 128 - cos_sin.shape[1]
+            key = self._turned(key, cos_sin, positions, index_rope_style, first).bfloat16()
+            self.indexer_cache_write(key, index_cache, slot_mapping)
+
+    def rope_quantize_queries(
+        self, q, index_q, index_weights, positions, cos_sin, *, q_out, index_q_out=None, index_weights_out=None,
+        index_scale=1.0, rope_style="interleaved", index_rope_style="neox", index_rope_at="first",
+    ):  # fmt: skip
+        width = cos_sin.shape[1]
+        if q is not None:
+            if "writes whole queries" in self.faults:
+                q_out[..., : q_out.shape[2] - width] = 0
+            q_out[..., -width:] = self._turned(q[..., -width:].float(), cos_sin, positions, rope_style).bfloat16()
+        if index_q is not None:
+            first = 0 if index_rope_at == "first" else 128 - width
+            turned = self._turned(index_q.float(), cos_sin, positions, index_rope_style, first)
+            if "codes numbers that are not rounded" not in self.faults:
+                turned = turned.bfloat16().float()
+            amax = turned.abs().amax(dim=(1, 2) if "one scale for all heads" in self.faults else -1)
+            amax = amax[:, None].expand(turned.shape[:2]) if amax.dim() == 1 else amax
+            flat = turned.flatten(0, 1)
+            codes, scales = self._encode(flat, amax.flatten().clamp(min=1e-4).double() / 448, "pow2")
+            index_q_out.copy_(codes.view(turned.shape))
+            factor = 1 if "leaves the scale out of weights" in self.faults else scales.view(index_weights.shape)
+            index_weights_out.copy_(index_weights.float() * factor * index_scale)

@@ -93,18 +93,36 @@ def a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.fixture(scope="module")
-def kit() -> Iterator[SimpleNamespace]:
-    """The modules of ci/vllm_gpu, importable for one file of tests alone."""
-    folder = Path(__file__).parents[1] / "ci" / "vllm_gpu"
-    names = (
-        *("checkpoint", "four_bits", "other_models", "named_models", "rehearse", "selections", "jobs", "judge", "engine"),
-        *("kernel_kinds", "mixed_load", "drawn_weights", "timing", "run_logged", "transformers_truth", "kit"),
-    )
-    sys.path.insert(0, str(folder))
+_KIT = (
+    *("checkpoint", "four_bits", "other_models", "named_models", "rehearse", "selections", "jobs", "judge", "engine"),
+    *("kernel_kinds", "mixed_load", "drawn_weights", "timing", "run_logged", "transformers_truth", "faults", "kit"),
+)
+_ACCURACY = (
+    *("corpus", "questions", "forms", "chosen_keys", "network", "training", "stored", "own_answers", "asked_engines"),
+    *("verdict", "command"),
+)
+
+
+def _programs(*folders: str, names: tuple[str, ...]) -> Iterator[SimpleNamespace]:
+    """Modules of folders of ci/, importable meanwhile."""
+    paths = [str(Path(__file__).parents[1] / "ci" / folder) for folder in folders]
+    before = list(sys.path)
+    sys.path[:0] = paths
     try:
         yield SimpleNamespace(**{name: import_module(name) for name in names})
     finally:
-        sys.path.remove(str(folder))
+        sys.path[:] = before
         for name in names:
             sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def kit() -> Iterator[SimpleNamespace]:
+    """The modules of ci/vllm_gpu, importable for one file of tests alone."""
+    yield from _programs("vllm_gpu", names=_KIT)
+
+
+@pytest.fixture(scope="module")
+def accuracy() -> Iterator[SimpleNamespace]:
+    """The modules of ci/accuracy and of the kit, importable for one file of tests alone."""
+    yield from _programs("accuracy", "vllm_gpu", names=(*_KIT, *_ACCURACY))

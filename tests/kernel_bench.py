@@ -21,8 +21,10 @@ from mla_portable.primitives import (
     INDEXER_SELECT,
     MASKED_PREFILL,
     MERGE_STATES,
+    NORM_ROPE_WRITE,
     PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
+    ROPE_QUANTIZE_QUERIES,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -44,6 +46,8 @@ SMALL: dict[Primitive, KernelCase] = {
     INDEXER_SELECT: KernelCase(INDEXER_SELECT, 3, "index_fp8", 2, 16, 100),
     MERGE_STATES: KernelCase(MERGE_STATES, 6),
     QUANTIZE_PER_TENSOR: KernelCase(QUANTIZE_PER_TENSOR, 5),
+    NORM_ROPE_WRITE: KernelCase(NORM_ROPE_WRITE, 5, "fp8_ds_mla"),
+    ROPE_QUANTIZE_QUERIES: KernelCase(ROPE_QUANTIZE_QUERIES, 3, num_heads=2),
 }
 
 

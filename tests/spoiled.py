@@ -82,6 +82,16 @@ def wrong_concat_mla_k(*args, **options):
     return k.copy_(k.roll(1, dims=1))
 
 
+def wrong_norm_rope_write(*args, q_out, **options):
+    reference.norm_rope_write(*args, q_out=q_out, **options)
+    q_out[:, 0] += 1
+
+
+def wrong_rope_quantize_queries(*args, index_weights_out, **options):
+    reference.rope_quantize_queries(*args, index_weights_out=index_weights_out, **options)
+    index_weights_out.mul_(2)
+
+
 # of every primitive of a layer
 WRONG: dict[str, Callable[..., Any]] = {
     "cache_write": wrong_cache_write,
@@ -98,6 +108,8 @@ WRONG_TIMED = {
     "pack_selection": wrong_pack_selection,
     "concat_mla_k": wrong_concat_mla_k,
     "masked_prefill": wrong_attention(reference.masked_prefill),
+    "norm_rope_write": wrong_norm_rope_write,
+    "rope_quantize_queries": wrong_rope_quantize_queries,
 }
 
 

@@ -67,7 +67,10 @@ def test_signature_is_the_protocol_plus_backend(name: str):
         offered = [parameter for parameter in offered if parameter.name != "schedule"]
     # an implementation is bound for an order and a layout, so calls name neither
     offered = [parameter for parameter in offered if parameter.name != "ordered"]
-    last = ["kv_layout", "backend"] if Primitive.named(name).cache else ["backend"]
+    layouts = [
+        each for each in ("kv_layout", "index_layout") if Primitive.named(name).cache and each in Primitive.named(name).facts
+    ]
+    last = [*layouts, "backend"]
     own, added = offered[: -len(last)], offered[-len(last) :]
     assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in expected]
     assert [(p.name, p.kind, p.default) for p in added] == [(each, inspect.Parameter.KEYWORD_ONLY, None) for each in last]
@@ -348,7 +351,7 @@ def test_explain_names_everyone(two):
     [
         ("sparse_decod", {}, "primitive", "sparse_decode"),
         ("sparse_decode", {"heads": 16}, "heads", "num_heads"),
-        ("sparse_decode", {"kv_layout": "fp4"}, "kv_layout", "bf16, bf16_nope, fp8_ds_mla"),
+        ("sparse_decode", {"kv_layout": "fp4"}, "kv_layout", "bf16, bf16_128_32, bf16_nope, fp8_ds_mla"),
     ],
 )
 def test_explain_refuses_what_it_does_not_know(two, primitive, fields, argument, expected):

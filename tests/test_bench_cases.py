@@ -23,8 +23,10 @@ from mla_portable.primitives import (
     INDEXER_LOGITS,
     INDEXER_SELECT,
     MERGE_STATES,
+    NORM_ROPE_WRITE,
     PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
+    ROPE_QUANTIZE_QUERIES,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -163,6 +165,8 @@ def test_what_was_not_written_is_not_right(primitive):
         CONCAT_MLA_K: lambda: arguments["out"],
         CONVERT_INDICES: lambda: arguments["out"],
         INDEXER_SELECT: lambda: arguments["out"],
+        NORM_ROPE_WRITE: lambda: tuple(problem.targets.values()),
+        ROPE_QUANTIZE_QUERIES: lambda: tuple(problem.targets.values()),
     }.get(primitive, lambda: (arguments["out"], arguments["lse_out"]))
     assert any(finding.message for finding in problem.check(left()))
 

@@ -120,7 +120,7 @@ def test_a_time_below_its_bound_is_not_drawn():
     below = timed("ours.v1", 88.0, bound=180.0)
     with pytest.raises(InvalidArgument, match=r"88 us for 256 rows, 128 heads, K 2048 by ours\.v1.*no less than.*180 us"):
         picture_of([below], "A device")
-    with pytest.raises(InvalidArgument, match="none without an overlap"):
+    with pytest.raises(InvalidArgument, match="none without an overlap or a selection"):
         picture_of([timed("ours.v1", 88.0, overlap=50)], "A device")
 
 
@@ -184,7 +184,11 @@ def test_costs_say_why_there_are_none_and_leave_the_file(tmp_path):
     path, out = tmp_path / "run.json.gz", tmp_path / "costs.json"
     out.write_text("kept")
     for times, backend, words in (
-        (disturbed, None, "RUN run.json.gz has no time that counts: each is of a disturbed size or has an overlap"),
+        (
+            disturbed,
+            None,
+            "RUN run.json.gz has no time that counts: each is of a disturbed size, has an overlap or a model's selections",
+        ),
         (disturbed, "triton", "has no time that counts"),
         (mine, "acme", "--backend run.json.gz has times of triton, none of acme"),
         ([], None, "RUN run.json.gz has no times"),

@@ -34,14 +34,23 @@ from mla_portable.judge.problems import LEVELS
 from mla_portable.judge.problems.bench import timed_primitives
 from mla_portable.judge.problems.step import default_shape
 from mla_portable.layouts import SCALE_FORMATS
-from mla_portable.primitives import CONCAT_MLA_K, INDEXER_SELECT, MASKED_PREFILL, MERGE_STATES, PACK_SELECTION
+from mla_portable.primitives import (
+    CONCAT_MLA_K,
+    INDEXER_SELECT,
+    MASKED_PREFILL,
+    MERGE_STATES,
+    NORM_ROPE_WRITE,
+    PACK_SELECTION,
+    ROPE_QUANTIZE_QUERIES,
+)
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
 SIZES = "--heads 2 --topk 48 --decodes 3 --prefills 2 --prefill-tokens 6 --context 90 --block-size 16 --repeat 1 --check-rows 0"
 SMALL = SIZES.split()
-OF_A_STEP = [str(each) for each in timed_primitives() if each not in (PACK_SELECTION, CONCAT_MLA_K, MASKED_PREFILL)]
-"""What `run` runs: a layer computes prompts over latent rows."""
+BESIDE_A_STEP = (PACK_SELECTION, CONCAT_MLA_K, MASKED_PREFILL, NORM_ROPE_WRITE, ROPE_QUANTIZE_QUERIES)
+OF_A_STEP = [str(each) for each in timed_primitives() if each not in BESIDE_A_STEP]
+"""What `run` runs: a layer computes prompts over latent rows, and its projections are an engine's."""
 
 
 # ---------------------------------------------------------------------- help and usage
@@ -611,7 +620,7 @@ def test_every_command_has_examples():
 @pytest.mark.parametrize(("path", "line"), list(examples()), ids=lambda value: value if isinstance(value, str) else "")
 def test_an_example_is_in_the_help_and_can_be_called(path, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("run.json.gz", "serve.log"):
+    for name in ("run.json.gz", "serve.log", "glm.npz"):
         (tmp_path / name).touch()
     words = line.split()
     assert words[: len(path)] == path

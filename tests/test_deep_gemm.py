@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mla_portable import deep_gemm
 from mla_portable.contracts import InvalidArgument
+from mla_portable.deep_gemm import dense as module
 
 HEADS, WIDTH, BLOCK = 8, 128, 64
 
@@ -82,7 +83,7 @@ def test_scores_of_gathered_keys(ranges: str, clean: bool):
 @pytest.mark.parametrize("at_a_time", [1 << 24, 1000])
 def test_a_compressed_result_starts_at_the_first_key(ranges: str, form: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch):
     """`max_seqlen_k` by its name, or, as DeepGEMM 2.8 has it, in the place of clean_logits; in parts where scratch is short."""
-    monkeypatch.setattr(deep_gemm, "_SCRATCH_ELEMENTS", at_a_time)
+    monkeypatch.setattr(module, "_SCRATCH_ELEMENTS", at_a_time)
     starts, ends = (torch.tensor(each, dtype=torch.int32) for each in RANGES[ranges])
     width = max(1, int((ends - starts.clamp(min=0)).max()))
     q, weights = draw(6, HEADS, WIDTH).to(torch.float8_e4m3fn), draw(6, HEADS, seed=1)
@@ -348,7 +349,7 @@ def test_counts_of_numpy_are_integers():
 
 def test_multiprocessors_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch):
     properties = {"of": SimpleNamespace(multi_processor_count=78)}
-    monkeypatch.setattr(deep_gemm, "accelerator", lambda device: SimpleNamespace(properties=lambda: properties["of"]))
+    monkeypatch.setattr(module, "accelerator", lambda device: SimpleNamespace(properties=lambda: properties["of"]))
     assert deep_gemm.get_num_sms() == 78
     properties["of"] = None
     assert deep_gemm.get_num_sms() == 1

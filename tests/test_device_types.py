@@ -37,7 +37,7 @@ def chosen(facts: DeviceFacts, primitive: Primitive, **shapes: object) -> str | 
 def test_triton_is_offered_for_every_primitive_and_layout(device_type: str):
     facts = simulated(device_type)
     found = {str(primitive): chosen(facts, primitive) for primitive in Primitive.all()}
-    assert len(found) == 15 and set(found.values()) == {"triton.portable"}, found
+    assert len(found) == 18 and set(found.values()) == {"triton.portable"}, found
     for primitive in (each for each in Primitive.all() if each.cache):
         layouts = LAYOUTS_OF[primitive.cache]
         served = {name: chosen(facts, primitive, kv_layout=name) for name in layouts}

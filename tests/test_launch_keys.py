@@ -23,7 +23,7 @@ from mla_portable_nvidia.fa3.page_lists import PageLists
 from mla_portable_nvidia.fa3.prompt_lse import PromptLse
 from mla_portable_nvidia.flashmla.row_parts import RowParts
 from mla_portable_nvidia.passes.boundary import Boundary
-from mla_portable_triton import bind_attention, bind_data, bind_indexer, bind_prompts
+from mla_portable_triton import bind_attention, bind_data, bind_indexer, bind_projections, bind_prompts
 
 FACTS = DeviceFacts(vendor="nvidia", name="any", arch="sm90", device_type="cpu", num_sms=132, has_fp8_conversion=True)
 BF16, F32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -146,6 +146,41 @@ def indexer_cache_write(s: Step) -> None:
     )
 
 
+TABLE = torch.zeros((64, 64), dtype=F32)
+WEIGHTS = {"q_norm": torch.zeros(256, dtype=BF16), "kv_norm": torch.zeros(512, dtype=BF16)}
+INDEX_NORM = torch.zeros(128), torch.zeros(128)
+
+
+def norm_rope_write(s: Step) -> None:
+    """Slices of one projection."""
+    q_a, latent, key = s.rows(s.tokens, 256 + 576 + 128).split([256, 576, 128], dim=1)
+    at = {"slot_mapping": s.ints(s.tokens, dtype=INT64), "kv_cache": CACHE, "index_cache": INDEX, "eps": 1e-6}
+    call = bound(bind_projections, "norm_rope_write", kv_layout="fp8_ds_mla", index_layout="index_fp8")
+    call(
+        q_a,
+        latent,
+        key,
+        s.ints(s.tokens, dtype=INT64),
+        TABLE,
+        **WEIGHTS,
+        **at,
+        index_norm=INDEX_NORM,
+        q_out=s.rows(s.tokens, 256),
+    )
+
+
+def rope_quantize_queries(s: Step) -> None:
+    """Weights are a slice of the indexer's projection; the queries of attention lie as the absorbed product leaves them."""
+    q, out = s.rows(s.tokens, HEADS, 192), torch.zeros(HEADS, s.tokens, 576, dtype=BF16).transpose(0, 1)
+    weights = s.rows(s.tokens, 192)[:, 128:]
+    codes = s.rows(s.tokens, 64, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    call = bound(bind_projections, "rope_quantize_queries", num_heads=HEADS)
+    call(
+        *(q, s.rows(s.tokens, 64, 128), weights, s.ints(s.tokens, dtype=INT64), TABLE),
+        q_out=out, index_q_out=codes, index_weights_out=s.ints(s.tokens, 64, dtype=F32), index_scale=0.1,
+    )  # fmt: skip
+
+
 def queries(s: Step) -> tuple[Tensor, Tensor]:
     q = s.rows(s.tokens, 64, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)
     return q, s.rows(s.tokens, 64, dtype=F32)
@@ -162,6 +197,18 @@ def indexer_logits_ragged(s: Step) -> None:
     keys, scales = s.rows(s.tokens, 128, dtype=torch.uint8).view(torch.float8_e4m3fn), s.ints(s.tokens, dtype=F32)
     call = bound(bind_indexer, "indexer_logits_ragged", kv_layout="index_fp8")
     call(*queries(s), keys, scales, s.ints(s.tokens), s.ints(s.tokens), out=torch.zeros(s.tokens, s.tokens + s.at))
+
+
+def indexer_logits_blocks(s: Step) -> None:
+    """Gathered keys, of any number."""
+    q, _ = queries(s)
+    heads = q.shape[1]
+    keys = s.rows(s.tokens, 128, dtype=torch.uint8).view(torch.float8_e4m3fn), s.ints(s.tokens)
+    lists, weights = (s.ints(s.tokens, 5), s.ints(s.tokens, 5)), s.rows(s.tokens, heads)
+    call = bound(bind_indexer, "indexer_logits_blocks", num_heads=heads)
+    pages = (each.unsqueeze(0) for each in keys)
+    out = torch.zeros(s.tokens, 40, dtype=torch.bfloat16)
+    call(q, s.ints(s.tokens, heads), weights, *pages, *lists, block_tokens=8, out=out)
 
 
 def topk_select(s: Step) -> None:
@@ -228,7 +275,16 @@ def index_passes(s: Step) -> None:
 CALLS = (
     *(cache_write, convert_indices, convert_indices_with_prefills, gather_upconvert, sparse_prefill),
     *(sparse_prefill_in_place, merge_states, pack_selection, concat_mla_k, masked_prefill, masked_prefill_of_a_selection),
-    *(indexer_cache_write, indexer_logits, indexer_logits_ragged, topk_select, indexer_select_on_a_rank, page_lists),
+    *(
+        indexer_cache_write,
+        indexer_logits,
+        indexer_logits_ragged,
+        indexer_logits_blocks,
+        topk_select,
+        indexer_select_on_a_rank,
+        page_lists,
+    ),
+    *(norm_rope_write, rope_quantize_queries),
     *(prompt_lse, boundary_of_decodes, boundary_of_prompts, row_parts, index_passes),
 )
 

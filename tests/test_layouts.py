@@ -16,6 +16,7 @@ from mla_portable.contracts import InvalidArgument
 from mla_portable.judge.problems import exact
 from mla_portable.layouts import (
     BF16,
+    BF16_128_32,
     BF16_NOPE,
     CORE_LAYOUTS,
     FP8_DS_MLA,
@@ -68,6 +69,8 @@ def test_offsets_are_those_of_the_published_row():
     assert (FP8_DS_MLA.row_bytes, FP8_DS_MLA.row_width, FP8_DS_MLA.is_quantized) == (656, 656, True)
     assert (BF16.row_width, BF16.row_bytes, BF16.rope_offset, BF16.is_quantized) == (576, 1152, 1024, False)
     assert (BF16_NOPE.row_width, BF16_NOPE.row_bytes, BF16_NOPE.rope_width, BF16_NOPE.is_quantized) == (512, 1024, 0, False)
+    assert (BF16_128_32.row_width, BF16_128_32.row_bytes, BF16_128_32.rope_offset) == (160, 320, 256)
+    assert (BF16_128_32.value_width, BF16_128_32.rope_width, BF16_128_32.is_quantized) == (128, 32, False)
     assert (INDEX_FP8.row_bytes, INDEX_FP8.scale_offset, INDEX_FP8.apart_bytes, INDEX_FP8.alignment) == (132, 128, 4, 4)
     assert (INDEX_BF16.row_bytes, INDEX_BF16.key_width, INDEX_BF16.rope_width, INDEX_BF16.is_quantized) == (256, 128, 0, False)
     assert (FP8_V4.row_bytes, FP8_V4.row_pitch, FP8_V4.apart_bytes, FP8_V4.key_width, FP8_V4.alignment) == (584, 576, 8, 512, 8)
@@ -81,6 +84,7 @@ def test_offsets_are_those_of_the_published_row():
         "bf16_nope": BF16_NOPE,
         "fp8_nope": FP8_NOPE,
         "fp8_v4": FP8_V4,
+        "bf16_128_32": BF16_128_32,
         "index_bf16": INDEX_BF16,
         "index_fp8": INDEX_FP8,
     }

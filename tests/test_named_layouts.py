@@ -91,12 +91,24 @@ def keys_written(pages: Tensor, **keywords: Any) -> Tensor:
     return pages
 
 
+def rows_made(cache: Tensor, **keywords: Any) -> Tensor:
+    """Of numbers that are 1 or -1, which a norm leaves alone, and keys that are not turned."""
+    cache, latent = cache.clone(), torch.cat([normal(2, 512, seed=4).sign(), normal(2, 64, seed=5)], dim=1)
+    table, slots = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], dim=1), torch.tensor([3, 20])
+    mla_portable.norm_rope_write(
+        *(None, latent, None, torch.zeros(2, dtype=torch.int64), table), q_norm=None, kv_norm=torch.ones(512), eps=1e-30,
+        kv_cache=cache, slot_mapping=slots, q_out=None, **keywords,
+    )  # fmt: skip
+    return cache
+
+
 CALLS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "sparse_decode": (KV, lambda cache, **keywords: attention(cache, True, **keywords)),
     "sparse_prefill": (KV, lambda cache, **keywords: attention(cache, False, **keywords)),
     "gather_upconvert": (KV, gathered),
     "cache_write": (KV, written),
     "indexer_cache_write": (INDEX, keys_written),
+    "norm_rope_write": (KV, rows_made),
     "indexer_logits": (INDEX, lambda pages, **keywords: scored(pages, False, **keywords)),
     "indexer_select": (INDEX, lambda pages, **keywords: scored(pages, True, **keywords)),
 }
@@ -114,7 +126,7 @@ def test_every_public_function_over_a_cache_takes_a_name():
 def test_a_named_layout_is_read_as_that_and_no_name_as_the_cores(name: str):
     cache, call = CALLS[name]
     core, invented, make = OF_CACHE[cache]
-    writes = {"scale_format": "int8"} if name.endswith("cache_write") else {}
+    writes = {"scale_format": "int8"} if name.endswith("write") else {}
     of_core, of_invented = call(make(core)), call(make(invented), kv_layout=invented.name, **writes)
     assert torch.equal(call(make(core), kv_layout=core.name), of_core)
     if not writes:
@@ -128,6 +140,8 @@ def test_a_named_layout_is_read_as_that_and_no_name_as_the_cores(name: str):
         tokens, rope = (
             (normal(2, 128, seed=4), normal(2, 0)) if cache == INDEX else (normal(2, 512, seed=4), normal(2, 64, seed=5))
         )
+        if name == "norm_rope_write":
+            tokens = tokens.sign()
         rows = of_invented.view(TOKENS, -1)[[3, 20]]
         assert torch.equal(rows, invented.pack(tokens, rope))
 

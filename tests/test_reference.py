@@ -112,6 +112,7 @@ CHUNKS = [
     ("_indexer", "_CHUNK_ELEMENTS", 30_000),
     ("_indexer", "_CHUNK_KEYS", 23),
     ("indexer_logits_ragged", "_CHUNK_ELEMENTS", 30_000),
+    ("indexer_logits_blocks", "_CHUNK_ELEMENTS", 9_000),
     ("topk_select", "_CHUNK_ELEMENTS", 8_000),
     ("pack_selection", "_CHUNK_BYTES", 20_000),
     ("masked_prefill", "_CHUNK_BYTES", 50_000),

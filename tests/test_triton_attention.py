@@ -321,7 +321,7 @@ def test_rounding_to_bfloat16_by_integers(device: torch.device):
 
 @pytest.mark.parametrize("arch", CONFIGS)
 def test_every_configuration_is_one_that_a_dot_accepts(arch: str):
-    assert set(CONFIGS[arch]) == {*LAYOUTS, "bf16_nope", "fp8_nope", "fp8_v4"}
+    assert set(CONFIGS[arch]) == {*LAYOUTS, "bf16_nope", "fp8_nope", "fp8_v4", "bf16_128_32"}
     for rows in CONFIGS[arch].values():
         assert [max_heads for max_heads, _ in rows] == sorted({max_heads for max_heads, _ in rows})
         for max_heads, config in rows:

@@ -15,7 +15,15 @@ from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.primitives import SPARSE_PREFILL
 
 KERNELS = Path(mla_portable_triton.__file__).parent / "kernels"
-NEED_TRITON_3 = {"index_keys", "indexer_logits", "indexer_logits_ragged", "masked_prefill", "pack_selection", "topk_select"}
+NEED_TRITON_3 = {
+    "index_keys",
+    "indexer_logits",
+    "indexer_logits_blocks",
+    "indexer_logits_ragged",
+    "masked_prefill",
+    "pack_selection",
+    "topk_select",
+}
 """Kernels that the plugin offers from Triton 3.0 on alone."""
 TAKE_THEMSELVES_OUT = {"e4m3_packed", "early_start", "paired_columns"}
 """Helpers that define something else, or nothing, where Triton lacks a name."""
@@ -89,7 +97,9 @@ def test_configurations_suit_warps_of_64_and_the_least_dot(arch):
         gather_upconvert,
         indexer_cache_write,
         indexer_logits,
+        norm_rope_write,
         quantize_per_tensor,
+        rope_quantize_queries,
     )
     from mla_portable_triton.kernels.config import config_for
 
@@ -97,7 +107,8 @@ def test_configurations_suit_warps_of_64_and_the_least_dot(arch):
         for heads in (1, 16, 64, 128):
             config = attention_config(arch, layout, heads)
             assert min(config.block_h, config.block_n) >= 16 and config.num_warps * 64 <= 1024
-    for kernel in (cache_write, concat_mla_k, convert_indices, gather_upconvert, indexer_cache_write, quantize_per_tensor):
+    data = cache_write, concat_mla_k, convert_indices, gather_upconvert, indexer_cache_write, quantize_per_tensor
+    for kernel in (*data, norm_rope_write, rope_quantize_queries):
         assert config_for(kernel.CONFIGS, arch).num_warps * 64 <= 1024
     for table in (indexer_logits.DECODE, indexer_logits.PREFILL):
         tiles = table.get(arch, table["default"])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.kit.triton_launcher import TritonLauncher
-from mla_portable_triton import bind_attention, bind_data, bind_indexer, bind_prompts, kernels
+from mla_portable_triton import bind_attention, bind_data, bind_indexer, bind_projections, bind_prompts, kernels
 
 ROWS = 65_544
 MOST = 65_535
@@ -100,6 +100,14 @@ def ragged(layout: str) -> None:
     call(q, made(ROWS, 1, dtype=torch.float32), keys, scales, made(ROWS), made(ROWS), out=made(ROWS, 70, dtype=torch.float32))
 
 
+def blocks(dtype: torch.dtype) -> None:
+    width = 128 if dtype == torch.float8_e4m3fn else 64
+    q, keys = rows(1, width, dtype=torch.uint8).view(dtype), made(2, 64, width, dtype=torch.uint8).view(dtype)
+    out = made(ROWS, 8, dtype=torch.bfloat16)
+    call = bound(bind_indexer, "indexer_logits_blocks", num_heads=1)
+    call(q, made(ROWS, 1), rows(1), keys, made(2, 64), made(ROWS, 1), made(ROWS, 1), block_tokens=8, out=out)
+
+
 def scored(layout: str, arguments: list[Tensor]) -> None:
     bound(bind_indexer, "indexer_logits", kv_layout=layout)(*arguments, out=made(ROWS, 130, dtype=torch.float32))
 
@@ -129,6 +137,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "indexer_select, a share": lambda: share("index_fp8"),
     "indexer_logits_ragged, fp8": lambda: ragged("index_fp8"),
     "indexer_logits_ragged, bf16": lambda: ragged("index_bf16"),
+    "indexer_logits_blocks, mxfp8": lambda: blocks(torch.float8_e4m3fn),
+    "indexer_logits_blocks, mxfp4": lambda: blocks(torch.int8),
     "topk_select": lambda: bound(bind_indexer, "topk_select")(
         made(ROWS, 64, dtype=torch.float32), made(ROWS), made(ROWS), topk=4
     ),
@@ -136,10 +146,23 @@ CALLS: dict[str, Callable[[], object]] = {
         torch.zeros(1, 40_000).expand(ROWS, 40_000), made(ROWS), made(ROWS), topk=4
     ),
     "pack_selection": lambda: bound(bind_prompts, "pack_selection")(made(ROWS, 4), width=64),
+    "norm_rope_write": lambda: projected(),
+    "rope_quantize_queries": lambda: bound(bind_projections, "rope_quantize_queries")(
+        rows(1, 192), None, None, made(ROWS, **SLOTS), torch.zeros(2, 64), q_out=rows(1, 576)
+    ),
     "concat_mla_k": lambda: bound(bind_prompts, "concat_mla_k")(rows(1, 128), rows(1, 64)),
     "masked_prefill, a request": lambda: masked(torch.tensor([0, ROWS], dtype=INT32), ROWS),
     "masked_prefill, requests": lambda: masked(starts(), 1),
 }
+
+
+def projected() -> None:
+    weights, keys = {"q_norm": torch.zeros(64), "kv_norm": torch.zeros(512)}, made(2, 64, 132, dtype=torch.uint8)
+    bound(bind_projections, "norm_rope_write")(
+        *(rows(64), rows(576), rows(128), made(ROWS, **SLOTS), torch.zeros(2, 64)), **weights,
+        index_norm=(torch.zeros(128), torch.zeros(128)), eps=1e-6, kv_cache=cache("fp8_ds_mla"),
+        slot_mapping=made(ROWS, **SLOTS), index_cache=keys, q_out=rows(64),
+    )  # fmt: skip
 
 
 def masked(start_loc: Tensor, longest: int) -> None:

@@ -39,14 +39,17 @@ from mla_portable.primitives import (
     INDEXER_SELECT,
     MASKED_PREFILL,
     MERGE_STATES,
+    NORM_ROPE_WRITE,
     PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
+    ROPE_QUANTIZE_QUERIES,
     SPARSE_DECODE,
     TOPK_SELECT,
 )
 from mla_portable_triton import support
 from mla_portable_triton.attention_configs import AttentionConfig, attention_config, program_shape
 
+ANY_HEADS = CONCAT_MLA_K, ROPE_QUANTIZE_QUERIES
 CPU = DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
 
 
@@ -112,7 +115,9 @@ def test_support_accepts_what_it_should(primitive: Primitive, offered: dict[Prim
         shapes = {"graph": True}
     elif primitive in (TOPK_SELECT, PACK_SELECTION):
         shapes = {"topk": 100, "graph": True}
-    elif primitive is CONCAT_MLA_K:
+    elif primitive is NORM_ROPE_WRITE:
+        shapes = {"kv_layout": "fp8_nope", "index_layout": "index_bf16", "block_size": 61, "graph": True}
+    elif primitive in ANY_HEADS:
         shapes = {"num_heads": 16, "graph": True}
     elif primitive is MASKED_PREFILL:
         shapes = {"num_heads": 16, "qk_head_dim": 192, "v_head_dim": 128, "selection": True, "graph": True}
@@ -120,7 +125,7 @@ def test_support_accepts_what_it_should(primitive: Primitive, offered: dict[Prim
     assert declared.reasons(Request(primitive, H200, **shapes)) == ()
     assert declared.reasons(Request(primitive, CPU, **shapes)) == ()
     assert [reason.subject for reason in declared.reasons(Request(primitive, H200, num_heads=129))] == (
-        ["num_heads"] if "num_heads" in primitive.facts and primitive is not CONCAT_MLA_K else []
+        ["num_heads"] if "num_heads" in primitive.facts and primitive not in ANY_HEADS else []
     )
 
 

@@ -34,7 +34,7 @@ class Tape(Recorder):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             record(*args, **kwargs)
-            q, out = args[0], kwargs["out"]
+            q, out = args[0], kwargs.get("out")
             is_attention = str(request.primitive).startswith("sparse_") or request.primitive is MASKED_PREFILL
             return (q[..., :512] if out is None else out, torch.zeros(q.shape[:-1])) if is_attention else out
 

@@ -128,7 +128,7 @@ def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
         for kv in ("auto", "fp8_ds_mla"):
             for mode in ("eager", "graphs"):
                 assert {(who, kv, heads, mode) for who in ("stock", "plugin", "triton")} <= covered
-    assert {job.task for job in several} == set(kit.engine.TASKS)
+    assert {job.task for job in several} == set(kit.engine.TASKS) - {"score"}, "which is of ci/gpu_accuracy"
     assert kit.checkpoint.prompts([3, 5]) == kit.checkpoint.prompts([3, 5])
     assert [len(p["prompt_token_ids"]) for p in kit.checkpoint.prompts([3, 5])] == [3, 5]
     job = next(job for job in several if job.name == "plugin-fp8-h16-eager")
@@ -520,6 +520,15 @@ def test_ranks_are_as_by_default_and_a_head_count_is_chosen_by_name(kit: Any):
         for each in job.options["decodes"]:
             prefills = -(-each["batch"] * each["prompt"] // job.arguments["max_num_batched_tokens"])
             assert each["tokens"] > turns * steps + prefills, "none may end before its steps are timed"
+
+
+def test_the_plugins_engines_run_with_our_layer_where_that_is_asked_for(kit: Any, tmp_path: Path):
+    asked = {job.who: kit.jobs.with_layer(job).process_environ(tmp_path) for job in (*kit.jobs.rank(), *kit.jobs.indexer())}
+    assert {who: environ.get("MLA_PORTABLE_VLLM_LAYER") for who, environ in asked.items()}.items() >= {
+        ("plugin", "on"),
+        ("stock", None),
+        ("sm80", "on"),
+    }
 
 
 class RankEngine:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from mla_portable.capability.profiles import load_profiles
+from mla_portable.judge.problems.selections import read_selections
 
 pytest.importorskip("triton")
 
@@ -323,6 +324,53 @@ def test_an_engines_steps_are_watched(kit: Any, tmp_path: Path, monkeypatch: pyt
     exact = kit.selections.exact_logits(queries[2], weights[2], cache, torch.tensor([2, 0]), 3)
     assert torch.equal(rows[0, 0, 2].logits, exact.float())
     assert kit.selections.read(tmp_path / "absent") == {}
+
+
+class Selecting(SparseAttnIndexer):
+    """Selects two of the positions that a row sees, the last ones, with an absent entry in front where it sees one alone."""
+
+    sees: torch.Tensor
+
+    def forward(self, hidden: Any, queries: torch.Tensor, keys: Any, weights: torch.Tensor) -> torch.Tensor:
+        self.topk_indices_buffer[: len(queries), 0] = self.sees - 2
+        self.topk_indices_buffer[: len(queries), 1] = self.sees - 1
+        return self.topk_indices_buffer
+
+
+def test_selections_of_runs_of_tokens_are_captured_for_benchmarks(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keys = torch.randn(3, 64, 128).to(torch.float8_e4m3fn)
+    cache = torch.stack([page(each, torch.full((64,), 2.0)) for each in keys])
+    chunk = SimpleNamespace(  # after a decode: 3 tokens of one prompt, 1 of another that sees nothing else
+        token_start=1,
+        token_end=5,
+        cu_seqlen_ks=torch.tensor([0, 0, 0, 70]),
+        cu_seqlen_ke=torch.tensor([68, 69, 70, 71]),
+        cu_seq_lens=torch.tensor([0, 70, 71]),
+        block_table=torch.tensor([[2, 0], [1, 0]]),
+    )
+    metadata = SimpleNamespace(num_prefills=2, num_decodes=1, prefill=SimpleNamespace(chunks=[chunk]))
+    context = SimpleNamespace(attn_metadata=dict.fromkeys("ab", metadata))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", SimpleNamespace(get_forward_context=lambda: context))
+    model = torch.nn.Sequential(Selecting(cache, "a"), Selecting(cache, "b"))
+    capture = kit.selections.Capture(model, name="tiny", made="a test", rows=2, input_rows=1)
+    queries, weights = torch.randn(5, 2, 128).to(torch.float8_e4m3fn), torch.randn(5, 2)
+    for indexer in model:
+        indexer.sees = torch.tensor([9, 68, 69, 70, 1], dtype=torch.int32)
+        indexer(None, queries, None, weights)
+    assert capture.end(tmp_path / "tiny.npz") == ""
+    found = read_selections(tmp_path / "tiny.npz")
+    assert (found.model, found.seen.tolist(), found.request.tolist()) == ("tiny", [69, 70], [0, 0])
+    assert found.positions.tolist() == [[[67, 68], [68, 69]]] * 2 and found.layers.tolist() == [0, 1]
+    index = found.index
+    assert index is not None and index.seen.tolist() == [70] and index.keys.shape == (2, 70, 128)
+    assert torch.equal(index.keys[1, 64], keys[0, 0].bfloat16() * 2) and torch.equal(
+        index.keys[0, 63], keys[2, 63].bfloat16() * 2
+    )
+    assert torch.equal(index.queries[0, 0], queries[3].bfloat16()) and torch.equal(index.weights[1, 0], weights[3])
+    other = kit.selections.Capture(model, name="tiny", made="a test")
+    assert other.end(tmp_path / "none.npz") == "no prompt saw more keys than are selected"
+    assert not (tmp_path / "none.npz").exists()
 
 
 def test_a_watch_that_fails_does_not_stop_the_engine(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

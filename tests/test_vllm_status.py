@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from machines import MACHINES
 from spoiled import registry_with
 
 from mla_portable.choose import Registry
-from mla_portable.engines.vllm import settings
+from mla_portable.engines.vllm import layer_choice, settings
 from mla_portable.engines.vllm.status import vllm_status
 from mla_portable.engines.vllm.v4 import choice
 
@@ -161,3 +162,39 @@ def test_what_has_no_source_is_not_judged(install: Install, tmp_path: Path):
     for name in ("model_executor/layers/sparse_attn_indexer", "v1/attention/backends/mla/indexer"):
         (tmp_path / "vllm" / f"{name}.py").rename(tmp_path / "vllm" / f"{name}.cpython-311.so")
     assert vllm_status(registry, torch.device("cuda"), environ={}).indexer.startswith("mla_portable's")
+
+
+def test_status_tells_whose_layer_stands_around_attention(monkeypatch: pytest.MonkeyPatch, install: Install):
+    registry = Registry(environ={"MLA_PORTABLE_BACKEND": "reference"}, probe=False)
+
+    def said(mode: str = "on") -> str:
+        return vllm_status(registry, torch.device("cpu"), environ={settings.ENV_LAYER: mode}).layer
+
+    install("0.33.0")
+    assert said("") == said("auto") == f"vLLM's: {settings.ENV_LAYER}=auto: no times on record of both layers"
+    assert said("off") == f"vLLM's: {settings.ENV_LAYER}=off"
+    ours = "mla_portable's (norm_rope_write reference.torch, rope_quantize_queries reference.torch) where a model has"
+    assert said().startswith(ours) and not said().endswith(layer_choice.FUSED)
+    monkeypatch.setattr("mla_portable.engines.vllm.status._capability", lambda facts: (9, 0))
+    assert said().endswith(f"; {layer_choice.FUSED}")
+
+
+@pytest.mark.parametrize(
+    ("interface", "words"),
+    [
+        ("0.33.0", "nothing here serves norm_rope_write"),
+        ("0.17.1", "this vLLM lacks vllm.compilation.breakable_cudagraph"),
+    ],
+)
+def test_status_tells_why_a_layer_that_is_asked_for_cannot_be(interface: str, words: str, install: Install):
+    install("0.33.0", interface)
+    here = replace(MACHINES["H200"], graph_capture=True)  # which the reference is not for
+    registry = Registry(facts={"cuda": here}, environ={"MLA_PORTABLE_BACKEND": "reference"}, probe=False)
+    status = vllm_status(registry, torch.device("cuda"), environ={settings.ENV_LAYER: "on"})
+    assert status.layer.startswith(f"vLLM's: {words}")
+
+
+def test_doctor_prints_whose_layer_it_is(install: Install):
+    install("0.33.0")
+    text = " ".join(invoke("doctor", registry=registry_with()).stdout.split())
+    assert f"Layer around attention in vLLM: vLLM's: {settings.ENV_LAYER}=auto" in text

@@ -3,11 +3,13 @@
 """What runs say, as pages and pictures.
 
 ci/release/bench.py page [--write] [--records DIR]
-    docs/benchmarks.md and its pictures, made of the runs DIR/<release>/*.json.gz, by default capability/; without --write
-    the page is printed
+    docs/benchmarks.md with its pictures and docs/accuracy.md, made of the runs DIR/<release>/*.json.gz, by default capability/;
+    without --write the pages are printed
 ci/release/bench.py engines RUN
     the times and mixed loads of engines in a run, as `ci/gpu_vllm --rank --record` and `--serve --record` write them, as tables
     in Markdown
+ci/release/bench.py accuracy RUN
+    what engines make of a trained model's text, as `ci/gpu_accuracy --record` writes it, as tables in Markdown
 ci/release/bench.py plot RUN FILE.svg [--primitive NAME] [--heads N,N] [--topk N,N]
     times over rows: the fastest implementation, triton.portable, the fastest baseline and the roofline bound
 """
@@ -18,8 +20,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from accuracy_page import accuracy_pages, accuracy_tables
 from engine_tables import load_tables, origin, time_tables
-from page import PAGE, benchmark_pages
+from page import benchmark_pages
 from plot import picture_of
 
 from mla_portable.capability.run import read_run
@@ -29,10 +32,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_page(records: Path, docs: Path | None) -> None:
-    """Write the page and its pictures into a folder; without one print the page."""
-    pages = benchmark_pages(records)
+    """Write the pages and their pictures into a folder; without one print the pages."""
+    pages = benchmark_pages(records) | accuracy_pages(records)
     if docs is None:
-        print(pages[PAGE], end="")
+        print("\n".join(text for name, text in pages.items() if name.endswith(".md")), end="")
         return
     for name, text in pages.items():
         (docs / name).write_text(text, encoding="utf-8")
@@ -47,6 +50,15 @@ def show_engines(path: Path) -> None:
         raise SystemExit(
             f"{path.name} has no times of engines; `ci/gpu_vllm --rank --record FILE` adds them, `--serve --record FILE` loads"
         )
+    print("\n\n".join([origin(run), *tables]))
+
+
+def show_accuracy(path: Path) -> None:
+    """Raises: SystemExit for a run without figures of a trained model."""
+    run = read_run(path)
+    tables = list(accuracy_tables(run))
+    if not tables:
+        raise SystemExit(f"{path.name} has no figures of a trained model; `ci/gpu_accuracy --record FILE` adds them")
     print("\n\n".join([origin(run), *tables]))
 
 
@@ -76,6 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
     page.add_argument("--records", type=Path, metavar="DIR", default=ROOT / "capability")
     engines = commands.add_parser("engines")
     engines.add_argument("run", type=Path)
+    accuracy = commands.add_parser("accuracy")
+    accuracy.add_argument("run", type=Path)
     picture = commands.add_parser("plot")
     picture.add_argument("run", type=Path)
     picture.add_argument("file", type=Path)
@@ -88,6 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
             write_page(options.records, ROOT / "docs" if options.write else None)
         elif options.command == "engines":
             show_engines(options.run)
+        elif options.command == "accuracy":
+            show_accuracy(options.run)
         else:
             plot(options.run, options.file, options.primitive, options.heads, options.topk)
     except MLAPortableError as error:

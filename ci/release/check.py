@@ -36,6 +36,7 @@ def check_run(path: Path, run: Run, profiles: Mapping[str, Profile], suite: Suit
         *_times(run, suite),
         *_engine_times(run),
         *_engine_loads(run),
+        *_engine_accuracy(run),
     ]
 
 
@@ -49,7 +50,7 @@ def _origin(path: Path, run: Run, profile: Profile, today: date) -> Iterator[str
         yield "commit is unknown; run from a checkout, or name the commit with --commit"
     if run.dirty:
         yield f"{len(run.dirty)} files had uncommitted changes, {run.dirty[0]} first; run a commit as it is"
-    if not any((run.cases, run.times, run.comparisons, run.engine_times, run.engine_loads)):
+    if not any((run.cases, run.times, run.comparisons, run.engine_times, run.engine_loads, run.engine_accuracy)):
         yield "has no result"
 
 
@@ -124,6 +125,19 @@ def _engine_loads(run: Run) -> Iterator[str]:
             waits = getattr(load, name)
             if waits.p50 > waits.p99:
                 yield f"{load.engine}, {load.backend}, {load.heads} heads: {name} has p50 {waits.p50:g} above p99 {waits.p99:g}"
+
+
+def _engine_accuracy(run: Run) -> Iterator[str]:
+    for size, count in Counter(text.size for text in run.engine_accuracy).items():
+        if count > 1:
+            yield f"a text of an engine is there {count} times: {' '.join(map(str, size))}"
+    for text in run.engine_accuracy:
+        what = f"{text.engine}, {text.model}, {text.backend}, {text.cache}, {text.length} tokens"
+        beyond = [depth for depth, right in text.right.items() if right > text.asked.get(depth, 0)]
+        if beyond:
+            yield f"{what}: more right answers than questions at depth {', '.join(beyond)}"
+        if text.mean is not None and (text.p99 is None or text.drift is None or abs(text.drift) > text.mean):
+            yield f"{what}: a mean difference of {text.mean:g} with p99 {text.p99} and drift {text.drift}"
 
 
 def describe(time: Time) -> str:

@@ -67,6 +67,12 @@ _KERNELS: Final = (
         ("cache_write", "convert_indices", "gather_upconvert", "merge_states"),
         "mla-portable bench kernels --primitive cache_write --out run.json.gz",
     ),
+    Section(
+        "Between the projections",
+        "Rows are tokens, with DeepSeek-V3.2's widths and indexer.",
+        ("norm_rope_write", "rope_quantize_queries"),
+        "mla-portable bench kernels --primitive norm_rope_write --primitive rope_quantize_queries --out run.json.gz",
+    ),
 )
 
 
@@ -132,14 +138,15 @@ def _of_runs(runs: Sequence[Run], tables: Callable[[Run], Iterable[str]]) -> lis
 def _newest(runs: Sequence[Run], profiles: Mapping[str, Profile]) -> dict[str, Problems]:
     """Device -> problem -> the newest run that timed it, and its times.
 
-    Left out: times with an overlap, those of disturbed problems, and those of code for an older architecture.
+    Left out: times with an overlap or of a model's selections, those of disturbed problems, and those of code for an older
+    architecture.
     """
     found: dict[str, Problems] = {}
     for run in runs:
         of_run: dict[tuple[Any, ...], list[Time]] = {}
         disturbed = run.disturbed
         for time in run.times:
-            if not time.overlap and time.problem not in disturbed and time.topk in (None, _TOPK) and run.target is None:
+            if time.random and time.problem not in disturbed and time.topk in (None, _TOPK) and run.target is None:
                 of_run.setdefault(time.problem, []).append(time)
         if of_run:
             slug = profile_of(run.device_name, profiles).slug

@@ -25,15 +25,17 @@ class Picture(NamedTuple):
 
 
 def picture_of(times: Iterable[Time], device: str) -> Picture:
-    """Draw times. Those with an overlap are left out. device: its name, and what else the title begins with.
+    """Draw times. Those with an overlap or of a model's selections are left out.
+
+    device: its name, and what else the title begins with.
 
     What all times share is in the title, the rest in the labels. Panels of one primitive, layout and form share their axes.
 
     Raises: InvalidArgument where no time is left, or one is below the roofline bound of its size.
     """
-    problems = list(by_problem(each for each in times if not each.overlap).values())
+    problems = list(by_problem(each for each in times if each.random).values())
     if not problems:
-        raise InvalidArgument("plot", "times", got="none without an overlap", expected="at least one")
+        raise InvalidArgument("plot", "times", got="none without an overlap or a selection", expected="at least one")
     for each in (time for group in problems for time in group):
         if each.us < _NEVER_BELOW * each.bound:
             got = f"{each.us:g} us for {each.rows} rows, {each.heads} heads, K {each.topk} by {each.implementation}"

@@ -109,6 +109,7 @@ def from_oracle(named: dict[str, Any], out: torch.Tensor) -> float:
     return float((out.view(q.shape[0], q.shape[1], -1)[rows].double().cpu() - wanted).abs().max())
 
 
+@torch.no_grad()
 def timed(name: str, case: Any, method: str, rows: int, fp8: bool) -> None:
     found: dict[str, Any] = {}
     with trying(f"time: {name}", found):
@@ -136,7 +137,6 @@ def timed(name: str, case: Any, method: str, rows: int, fp8: bool) -> None:
 
 
 def main() -> None:
-    torch.set_grad_enabled(False)
     for heads, batch in product(HEADS, (1, 16, 64)):
         case = replace(DECODE, num_heads=heads, prefix_lens=(64,) * batch)
         for method, fp8 in ((seams.KV, True), (seams.SPARSE, False), (seams.FA3, False), (seams.KV, False)):

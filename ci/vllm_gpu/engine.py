@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import drawn_weights
+import faults
 import rehearse
 from checkpoint import SEED, prompts
 from jobs import Job
@@ -163,6 +164,39 @@ def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     return {"runs": runs, "impl": impl, "pool": cache.num_gpu_blocks * cache.block_size * ranks, **found}
 
 
+def score(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
+    """The prompts that lie beside a checkpoint: what the engine makes of each of their tokens, and how it goes on.
+
+    A job may have a fault planted (`faults`), to show that its judge sees it.
+    """
+    from vllm import SamplingParams
+
+    given = json.loads((checkpoints / job.model / job.options["prompts"]).read_text())["prompts"]
+    fault = job.options.get("fault")
+    if fault:
+        faults.plant(fault)
+    llm = start(job, checkpoints)
+    if fault:
+        faults.turn(fault, llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model())
+    layers = list(llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
+    per_head = _per_head(layers)
+    wanted = SamplingParams(**{**_GREEDY, "logprobs": 0, "prompt_logprobs": 0, "max_tokens": job.options["tokens"]})
+    outputs = llm.generate([{"prompt_token_ids": each["tokens"]} for each in given], wanted, use_tqdm=False)
+    found: dict[str, Any] = {"prompts": [_scored(output) for output in outputs], "per_head": sum(per_head)}
+    if job.rehearsal.get("arch"):
+        found["rehearsed"] = rehearse.state(where / f"{job.name}.kernels")
+    return {**found, "impl": sorted({type(layer.impl).__qualname__ for layer in layers if hasattr(layer, "impl")})}
+
+
+def _scored(output: Any) -> dict[str, Any]:
+    """logprobs: of each token of the prompt behind the first. tokens: that follow it, and their log-probabilities."""
+    text, prompt = output.outputs[0], output.prompt_token_ids
+    own = [round(at[token].logprob, 5) for token, at in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+    ids = list(text.token_ids)
+    decoded = [round(at[token].logprob, 5) for token, at in zip(ids, text.logprobs, strict=True)]
+    return {"logprobs": own, "tokens": ids, "decoded": decoded}
+
+
 def ranks(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     """All prompts dealt out to the two engines of data parallelism, then all to the first: the other has dummy batches."""
     from vllm import AsyncEngineArgs, SamplingParams
@@ -261,6 +295,7 @@ def truth(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
 
 TASKS: Final = {
     "generate": generate,
+    "score": score,
     "truth": truth,
     "ranks": ranks,
     "requests": requests,

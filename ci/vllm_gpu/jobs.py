@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -129,6 +129,13 @@ class Job:
         # engines that start together would all take the first port that is free
         port = {"VLLM_PORT": str(20_000 + zlib.crc32(self.name.encode()) % 600 * 64)}
         return {**kept, **_ENVIRON, **port, **older, **WHO[self.who][1], **self.environ}
+
+
+def with_layer(job: Job) -> Job:
+    """The job with our layer around attention, where the plugin serves."""
+    if WHO[job.who][1]["MLA_PORTABLE_VLLM"] == "off":
+        return job
+    return replace(job, environ={**job.environ, "MLA_PORTABLE_VLLM_LAYER": "on"})
 
 
 def cell(kv: str, heads: int) -> str:

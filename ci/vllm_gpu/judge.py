@@ -271,11 +271,11 @@ def _against(ran: Ran, out: Path, name: str, stock: list[Run]) -> Line:
         passed, found = passed and same and not done.result["watch"], f"{found}; {done.result['watch'] or watched}"
     if done.job.rehearsal:
         found = f"{found}; indexer {done.indexer or 'not named'}"
-    wrongly = _served_wrongly(done)
+    wrongly = served_wrongly(done)
     return Line(name, f"{found}; {wrongly}", False) if wrongly else Line(name, found, passed)
 
 
-def _served_wrongly(done: Done) -> str:
+def served_wrongly(done: Done) -> str:
     """Which part of the engine was not what the job asks for; "" where all was."""
     if done.job.who == "indexer":
         impl = done.result.get("impl")

@@ -3,7 +3,7 @@
 
     ci/gpu_vllm [FOLDER] [--indexer | --other-models | --four-bits | --transformers | --features | --load | --prompts | --rank |
                 --rank-long | --rank-flash | --serve | --tensor-parallel | --context-parallel GPUS]
-                [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--who NAME] [--commit COMMIT]]
+                [--layer] [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--who NAME] [--commit COMMIT]]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
 """
@@ -43,6 +43,7 @@ from jobs import (
     sinks,
     tensor_parallel,
     transformers,
+    with_layer,
 )
 from judge import Done
 from run_logged import run_logged
@@ -69,10 +70,16 @@ def run_job(job: Job, out: Path, checkpoints: Path, end: float) -> Done | None:
     command = [sys.executable, str(ENGINE), str(given), str(result), str(checkpoints)]
     begin, environ = time.monotonic(), job.process_environ(out)
     status = run_logged(command, log, environ, seconds)
-    text = log.read_text(errors="replace")
+    print(f"{job.name:32} {time.monotonic() - begin:5.0f} s  {status}", flush=True)
+    return left_by(job, out, status)
+
+
+def left_by(job: Job, out: Path, status: str) -> Done:
+    """What the process of a job left in the folder `out`. status: how it ended, as `run_logged` says it."""
+    result = out / f"{job.name}.json"
+    text = (out / f"{job.name}.log").read_text(errors="replace")
     served, indexer = ("; ".join(dict.fromkeys(pattern.findall(text))) for pattern in (_SERVES, _INDEXER))
     error = "" if status == "exit 0" and result.exists() else "\n".join([status, *errors_of(text)])
-    print(f"{job.name:32} {time.monotonic() - begin:5.0f} s  {status}", flush=True)
     return Done(job, {} if error else json.loads(result.read_text()), error, served, indexer)
 
 
@@ -89,6 +96,17 @@ def run(todo: Sequence[Job], out: Path, checkpoints: Path, *, parallel: int, end
         return {done.job.name: done for done in several if done is not None}
 
 
+def comparisons(engine: str, suite: str, lines: Iterable[judge.Line]) -> list[Comparison]:
+    """As a run keeps them. Lines of one name have numbers, because a file keeps one of each. engine: name and version."""
+    seen = Counter[str]()
+    compared: list[Comparison] = []
+    for line in lines:
+        seen[line.name] += 1
+        name = line.name if seen[line.name] == 1 else f"{line.name} {seen[line.name]}"
+        compared.append(Comparison(engine=engine, suite=suite, name=name, passed=line.passed, text=line.found))
+    return compared
+
+
 def record(
     path: Path,
     suite: str,
@@ -99,16 +117,10 @@ def record(
     who: str | None,
     commit: str | None,
 ) -> None:
-    """Add what was judged and timed to the file of a run. Lines of one name have numbers, because a file keeps one of each."""
+    """Add what was judged and timed to the file of a run."""
     device, version = resolve_device(get_registry().default_device()), metadata.version("vllm")
     file = recorder(path, get_registry(), device, who=who, commit=commit, versions={"vllm": version})
-    seen = Counter[str]()
-    compared: list[Comparison] = []
-    for line in lines:
-        seen[line.name] += 1
-        name = line.name if seen[line.name] == 1 else f"{line.name} {seen[line.name]}"
-        compared.append(Comparison(engine=f"vllm {version}", suite=suite, name=name, passed=line.passed, text=line.found))
-    file.add(compared=compared, engine_times=times, engine_loads=loads)
+    file.add(compared=comparisons(f"vllm {version}", suite, lines), engine_times=times, engine_loads=loads)
 
 
 def rank_times(ran: Mapping[str, Done], engine: str) -> list[EngineTime]:
@@ -188,6 +200,7 @@ def main(words: Sequence[str] | None = None) -> int:
     other.add_argument(
         "--context-parallel", type=int, choices=CONTEXT_PARALLEL, metavar="GPUS", help="GPUs that share sequences against one"
     )
+    parser.add_argument("--layer", action="store_true", help="with our layer around attention, MLA_PORTABLE_VLLM_LAYER=on")
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
@@ -223,6 +236,7 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = next((name for name in suites if getattr(args, name, None)), "agreement")
     jobs_of, judged = suites[asked]
     todo = [job for job in jobs_of() if any(text in job.name for text in args.only.split(","))]
+    todo = [with_layer(job) for job in todo] if args.layer else todo
     if not todo:
         raise SystemExit(f"--only {args.only}: no job has that in its name")
     checkpoints = out / "checkpoints"
@@ -248,6 +262,7 @@ def main(words: Sequence[str] | None = None) -> int:
         suite = asked.replace("_", " ") + (f" {args.context_parallel}" if args.context_parallel else "")
         model = {"rank": ", 31 of 61 layers", "rank_flash": ", GLM-5.3-Flash", "rank_long": ", long contexts"}.get(asked, "")
         times = rank_times(ran, f"vllm {metadata.version('vllm')}{model}")
+        suite += ", our layer" * args.layer
         if args.only:
             suite += f", only {args.only}"
         loads = served_loads(ran, f"vllm {metadata.version('vllm')}")

@@ -5,6 +5,12 @@ The indexer's module is watched in steps that run eagerly. Of some tokens of eac
 float64, from the queries, the weights and the bytes of the cache that it was given. A selection is right if every token left
 out has a logit that exceeds the smallest selected one by NEAR at most. Engines run the same prompts together in the same
 steps, so the row of a step names the same token in all.
+
+`Capture` keeps what a trained model's indexer selects for runs of tokens instead, as the file that benchmarks read:
+
+    capture = Capture(model, name="GLM-5", made="prompts of ..., vLLM 0.26, FP8")   # the module, before the prompts
+    ...                                                                             # eager: --enforce-eager
+    print(capture.end(Path("glm.npz")))
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -77,12 +84,16 @@ def exact_logits(query: Tensor, weights: Tensor, cache: Tensor, blocks: Tensor, 
         query: [H, 128] e4m3 or bf16. weights: [H]. blocks: of the token's request, in order. count: positions that it sees.
         cache: uint8 [blocks, block_size, 132]: a page is block_size * 128 e4m3 bytes, then block_size float32 scales.
     """
+    return weights.double() @ (query.double() @ keys_of(cache, blocks, count).T).relu()
+
+
+def keys_of(cache: Tensor, blocks: Tensor, count: int) -> Tensor:
+    """[count, 128] float64, the first keys of a request; arguments as of `exact_logits`."""
     block_size = cache.shape[1]
     pages = cache[blocks[: -(-count // block_size)].long()].flatten(1)  # [pages, block_size * 132]
     values, scales = pages.split([block_size * _WIDTH, block_size * _SCALE_BYTES], dim=1)
     keys = values.contiguous().view(torch.float8_e4m3fn).view(-1, _WIDTH).double()
-    keys = keys * scales.contiguous().view(torch.float32).view(-1, 1).double()
-    return weights.double() @ (query.double() @ keys[:count].T).relu()
+    return (keys * scales.contiguous().view(torch.float32).view(-1, 1).double())[:count]
 
 
 def _sampled(count: int) -> list[int]:
@@ -147,21 +158,93 @@ class Watch:
         layer = self._layers.index(cache.prefix)
         step = self._steps[layer]
         self._steps[layer] += 1
-        for row, blocks, count, decode in _seen(metadata[cache.prefix]):
+        self._keep(step, layer, metadata[cache.prefix], cache, (queries, weights, topk, selected))
+
+    def _keep(self, step: int, layer: int, metadata: Any, cache: Any, given: tuple[Tensor, Tensor, int, Tensor]) -> None:
+        """What is kept of a layer's step. given: queries, weights, top-k and what was selected."""
+        queries, weights, topk, selected = given
+        for row, blocks, count, decode in _seen(metadata):
             logits = exact_logits(queries[row], weights[row], cache.kv_cache, blocks, count)
             chosen = selected[row, :topk]
             chosen = chosen[chosen >= 0].long().cpu()
             self.rows[step, layer, row] = Row(logits.float().cpu(), chosen, topk, decode)
 
-    def end(self, file: Path) -> str:
-        """Stop, write the rows; what failed."""
+    def _stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
         if self._direct is not None:
             self._direct.sparse_attn_indexer = self._operator
+
+    def end(self, file: Path) -> str:
+        """Stop, write the rows; what failed."""
+        self._stop()
         kept = {key: (row.logits, row.chosen.int(), row.topk, row.decode) for key, row in self.rows.items()}
         torch.save(kept, file)
         return self.failure
+
+
+class Capture(Watch):
+    """Keeps the selections of prompts' tokens, and of the longest run the indexer's inputs, until `end` writes them.
+
+    Of each request in a step the last tokens are kept, in all layers, where they see more keys than are selected.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, name: str, made: str, rows: int = 256, input_rows: int = 64) -> None:
+        """name: the model's. made: from what text, and how. rows: tokens of a run, of which the inputs of the last are kept."""
+        super().__init__(model)
+        self._name, self._made, self._most, self._input_rows = name, made, rows, input_rows
+        self._runs: dict[tuple[int, int], dict[int, Tensor]] = {}
+        """By step and first row: [rows, K] int32 of each layer."""
+        self._sees: dict[tuple[int, int], Tensor] = {}
+        self._inputs: dict[tuple[int, int], dict[int, tuple[Tensor, Tensor, Tensor]]] = {}
+
+    def _keep(self, step: int, layer: int, metadata: Any, cache: Any, given: tuple[Tensor, Tensor, int, Tensor]) -> None:
+        queries, weights, topk, selected = given
+        for chunk in metadata.prefill.chunks if metadata.num_prefills else ():
+            starts, ends = chunk.cu_seqlen_ks.cpu(), chunk.cu_seqlen_ke.cpu()
+            firsts = [0, *(torch.nonzero(starts.diff()).flatten() + 1).tolist(), len(starts)]
+            for begin, end in pairwise(firsts):
+                begin = max(begin, end - self._most)
+                seen = (ends - starts)[begin:end]
+                if int(seen[-1]) <= topk:
+                    continue
+                run, rows = (step, chunk.token_start + begin), slice(chunk.token_start + begin, chunk.token_start + end)
+                lists = selected[rows, :topk].cpu()
+                order = (lists < 0).to(torch.int8).sort(dim=1, stable=True).indices  # absent ones last
+                self._runs.setdefault(run, {})[layer] = lists.gather(1, order)
+                self._sees[run] = seen
+                if all(int(seen[-1]) >= int(self._sees[other][-1]) for other in self._inputs):
+                    request = int(torch.searchsorted(chunk.cu_seq_lens.cpu(), starts[begin], right=True)) - 1
+                    last = slice(max(rows.start, rows.stop - self._input_rows), rows.stop)
+                    keys = keys_of(cache.kv_cache, chunk.block_table[request], int(seen[-1])).bfloat16().cpu()
+                    inputs = keys, queries[last].bfloat16().cpu(), weights[last].float().cpu()
+                    self._inputs = {run: {**self._inputs.get(run, {}), layer: inputs}}
+
+    def end(self, file: Path) -> str:
+        """Stop, write the file, a .npz; what failed."""
+        from mla_portable.judge.problems.selections import IndexSample, write_selections  # not in an engine without the project
+
+        self._stop()
+        layers = range(len(self._layers))
+        runs = [run for run, lists in self._runs.items() if lists.keys() >= {*layers}]
+        if self.failure or not runs:
+            return self.failure or "no prompt saw more keys than are selected"
+        index = None
+        for run, inputs in self._inputs.items():
+            if inputs.keys() >= {*layers}:
+                keys, queries, weights = (torch.stack([inputs[layer][part] for layer in layers]) for part in range(3))
+                seen = self._sees[run][-queries.shape[1] :].numpy()
+                index = IndexSample(torch.arange(len(layers)).numpy(), keys, queries, weights, seen)
+        write_selections(
+            file,
+            torch.stack([torch.cat([self._runs[run][layer] for run in runs]) for layer in layers]),
+            torch.cat([self._sees[run] for run in runs]),
+            model=self._name,
+            made=self._made,
+            request=torch.cat([torch.full((len(self._sees[run]),), at) for at, run in enumerate(runs)]),
+            index=index,
+        )
+        return ""
 
 
 def read(file: Path) -> Rows:

@@ -191,7 +191,7 @@ class CacheCheck:
         """Raises: InvalidArgument."""
         where, argument, spec, device = self._arguments
         key = None
-        if isinstance(cache, Tensor) and cache.layout is torch.strided and not cache.is_nested:
+        if isinstance(cache, Tensor) and cache.layout is torch.strided and not cache.is_nested and not cache.requires_grad:
             key = cache.data_ptr(), cache.shape, cache.stride(), cache.dtype, cache.device
             if key in self._passed:
                 return

@@ -108,7 +108,8 @@ class SparseMLAAttention:
                 torch.zeros((1, self._layout.rope_width), dtype=torch.bfloat16, device=self.device) if spec.nope else None
             )
             if attn_sink is not None:
-                check_sink("SparseMLAAttention", spec, attn_sink, self.device)
+                with torch.no_grad():  # it may be a parameter: what counts is how a step is called
+                    check_sink("SparseMLAAttention", spec, attn_sink, self.device)
             self._attn_sink = attn_sink
             self._join_query = join_halves if join_query is None else join_query
             self.buffers = self._ready_buffers(buffers, workspace)

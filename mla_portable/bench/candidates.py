@@ -98,7 +98,7 @@ def prepared(
         if implementation.support.lengths and not (kind is not None and kind.assumes_topk):
             request = request.but(lengths=True, clean_lengths=True)
             indices: torch.Tensor = problem.arguments["indices"]
-            others["lengths"] = torch.full(indices.shape[:-1], indices.shape[-1], dtype=torch.int32, device=device)
+            others["lengths"] = (indices >= 0).sum(dim=-1, dtype=torch.int32)
     bound = bind(request)
     last: list[Any] = [None]
 

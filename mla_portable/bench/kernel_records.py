@@ -12,7 +12,7 @@ from mla_portable.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.bench.timing import Timing
 from mla_portable.capability.profiles import Profile
 from mla_portable.capability.run import Baseline, Run, Time
-from mla_portable.judge.problems.indexer_select import PREFILL_ROWS
+from mla_portable.judge.problems.bench import CHUNK_ROWS, KernelCase
 from mla_portable.primitives import INDEXER_SELECT
 from mla_portable.times.records import MeasuredTime, Measurement
 from mla_portable.times.selection import form_of
@@ -36,6 +36,11 @@ def kernel_lines(report: KernelReport) -> list[dict[str, Any]]:
     return [_of_case(case) | _of_candidate(each) | _figures(each.timing) for case in report.cases for each in case.times]
 
 
+def selection_of(case: KernelCase) -> str:
+    """Whose lists, or whose indexer's inputs, were used; "" for random ones."""
+    return "" if case.selection is None else str(case.selection)
+
+
 def _of_case(times: CaseTimes) -> dict[str, Any]:
     case = times.case
     return {
@@ -43,6 +48,7 @@ def _of_case(times: CaseTimes) -> dict[str, Any]:
         "layout": case.kv_layout,
         "heads": case.num_heads,
         **{name: getattr(case, name) for name in ("topk", "form", "rows", "width", "overlap", "shape")},
+        "selection": selection_of(case),
         "bytes": times.bytes_moved,
         "flops": times.flops,
         "bound_us": times.bound_us,
@@ -90,6 +96,7 @@ def times_of(cases: Iterable[CaseTimes]) -> list[Time]:
                     rows=case.rows,
                     width=case.width,
                     overlap=case.overlap,
+                    selection=selection_of(case),
                     us=us["median"],
                     p10=us["p10"],
                     p90=us["p90"],
@@ -103,7 +110,7 @@ def times_of(cases: Iterable[CaseTimes]) -> list[Time]:
 def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | None = None) -> list[MeasuredTime]:
     """The times of a run that can rank implementations, for `times_text`: of several widths the largest.
 
-    Left out: times with an overlap, and those of disturbed problems.
+    Left out: times with an overlap or of a model's selections, and those of disturbed problems.
 
     Args:
         profiles: the device is called as its profile, where there is one. backend: whose; None for all.
@@ -112,7 +119,7 @@ def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | Non
     found: dict[tuple[Any, ...], MeasuredTime] = {}
     disturbed = run.disturbed
     for time in sorted(run.times, key=lambda time: time.width):
-        if time.overlap or time.problem in disturbed or backend not in (None, time.implementation.partition(".")[0]):
+        if not time.random or time.problem in disturbed or backend not in (None, time.implementation.partition(".")[0]):
             continue
         topk = None if time.form else time.topk  # a request states the form instead
         size = time.implementation, time.primitive, time.layout, time.heads, topk, time.rows
@@ -125,15 +132,15 @@ def selection_records(
 ) -> tuple[list[MeasuredTime], list[MeasuredTime]]:
     """Times of indexer_select by the keys of a request, for `selection_times`: ours, and the fastest baseline's as `engine`.
 
-    Left out: rows that are tokens of one request, problems without a baseline, and disturbed ones.
+    Left out: rows that are tokens of one request, a model's inputs, problems without a baseline, and disturbed ones.
     """
     measurement, disturbed = _measurement(run, profiles), run.disturbed
     ours: list[MeasuredTime] = []
     theirs: dict[tuple[Any, ...], MeasuredTime] = {}
     for time in run.times:
-        if time.primitive != str(INDEXER_SELECT) or time.rows >= PREFILL_ROWS or time.baseline is None:
+        if time.primitive != str(INDEXER_SELECT) or time.rows >= CHUNK_ROWS or time.baseline is None:
             continue
-        if time.problem in disturbed or backend not in (None, time.implementation.partition(".")[0]):
+        if not time.random or time.problem in disturbed or backend not in (None, time.implementation.partition(".")[0]):
             continue
         own = MeasuredTime(
             *(time.implementation, time.primitive, time.layout, time.heads, time.topk, time.rows, round(time.us, 2)),

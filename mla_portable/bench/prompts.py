@@ -7,6 +7,7 @@ Both compute the same attention from the same inputs, so each is checked against
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,6 +22,8 @@ from mla_portable.attention.step import JoinQuery
 from mla_portable.bench.timing import captured, measure_in_turns
 from mla_portable.contracts import Batch
 from mla_portable.dispatch import current_registry
+from mla_portable.judge.problems.selection_lists import LayerLists, neighbours
+from mla_portable.judge.problems.selections import Selections
 from mla_portable.layouts import LAYOUTS
 from mla_portable.models import DEEPSEEK_V32, Model
 from mla_portable.planner import Planner
@@ -63,7 +66,10 @@ class PromptLayer:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of one step. latent_us, per_head_us: median GPU time of the layer. error: between the two, of the larger norm."""
+    """Of one step. latent_us, per_head_us: median GPU time of the layer. error: between the two, of the larger norm.
+
+    selection: whose lists of keys were used; "" for random ones.
+    """
 
     requests: Requests
     counts: Counts
@@ -71,6 +77,7 @@ class StepTimes:
     per_head_us: float
     error: float
     masked: bool
+    selection: str = ""
 
     @property
     def name(self) -> str:
@@ -131,8 +138,19 @@ def make_layer(
     return PromptLayer(latent, per_head, planner, weight, keys.contiguous(), values.transpose(1, 2).contiguous())
 
 
-def time_step(layer: PromptLayer, requests: Requests, *, repeat: int = 10, seed: int = 0) -> StepTimes:
-    """Time one step's prompts both ways, in turns, on a GPU from a graph with a cold L2; the errors are looked at first."""
+def time_step(
+    layer: PromptLayer,
+    requests: Requests,
+    *,
+    repeat: int = 10,
+    seed: int = 0,
+    selected: tuple[Selections, int] | None = None,
+) -> StepTimes:
+    """Time one step's prompts both ways, in turns, on a GPU from a graph with a cold L2; the errors are looked at first.
+
+    selected: a file's selections and the number of a layer: tokens attend to its lists, or to lists drawn like them. None for
+    random ones.
+    """
     latent, per_head, spec, dims = layer.latent, layer.per_head, layer.latent.spec, layer.per_head.head_dims
     device, layout = latent.device, spec.layout
     generator = torch.Generator(device).manual_seed(seed)
@@ -159,8 +177,12 @@ def time_step(layer: PromptLayer, requests: Requests, *, repeat: int = 10, seed:
         for row, given in zip(rows, (kv_c, k_pe), strict=True):
             row[total - new :] = given[begin : begin + new]
         latent.cache_write(*rows, kv_cache, slots)
-        topk[begin : begin + new, : min(total, spec.topk)] = _selection(new, total, spec.topk, generator, device)
+        if selected is None:
+            topk[begin : begin + new, : min(total, spec.topk)] = _selection(new, total, spec.topk, generator, device)
         begin += new
+    lists = None if selected is None else _lists(*selected, requests, spec.topk)
+    if lists is not None:
+        topk[:tokens] = _listed(lists, requests, spec.topk, generator, device)
 
     q = normal(tokens, spec.num_heads, dims.query)
     out = torch.empty((2, tokens, spec.num_heads, dims.value), dtype=torch.bfloat16, device=device)  # of either way
@@ -188,7 +210,8 @@ def time_step(layer: PromptLayer, requests: Requests, *, repeat: int = 10, seed:
         calls = [captured(call, device) for call in calls]
     times = measure_in_turns(calls, device=device, repeat=repeat)
     counts = Counts.of(query_lens, seq_lens, spec.topk, per_head.key_rows)
-    return StepTimes(requests, counts, times[0].median_ms * 1e3, times[1].median_ms * 1e3, error, prompts.masked)
+    us = [each.median_ms * 1e3 for each in times]
+    return StepTimes(requests, counts, us[0], us[1], error, prompts.masked, "" if lists is None else str(lists))
 
 
 def _selection(new: int, total: int, topk: int, generator: torch.Generator, device: torch.device) -> Tensor:
@@ -201,6 +224,23 @@ def _selection(new: int, total: int, topk: int, generator: torch.Generator, devi
         found, position = scores.topk(width, dim=1, sorted=True)
         chosen.append(position.masked_fill_(found < 0, -1).to(torch.int32))
     return torch.cat(chosen)
+
+
+def _lists(selections: Selections, layer: int, requests: Requests, topk: int) -> LayerLists:
+    """The file's own lists where each request's tokens are in it, else lists like them."""
+    found = [neighbours(selections, total - new + 1, total) for new, total in requests]
+    lists = LayerLists(selections, layer, drawn=topk != selections.topk or None in found)
+    lists.check(neighbours=True)
+    return lists
+
+
+def _listed(lists: LayerLists, requests: Requests, topk: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """[T, K] int32: what the tokens of all requests select; requests of one size at once."""
+    drawn = {
+        (new, total): iter(lists.of_neighbours(total - new + 1, total, topk, batch=count, device=device, generator=generator))
+        for (new, total), count in Counter(requests).items()
+    }
+    return torch.cat([next(drawn[request]) for request in requests])
 
 
 def fit(times: Iterable[StepTimes]) -> PromptTimes:

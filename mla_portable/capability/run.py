@@ -91,7 +91,7 @@ class Time(Model):
 
     Attributes:
         layout, heads, topk: None where the primitive has none. form: as in Request. rows, width, overlap: as in
-            `problems.bench.KernelCase`.
+            `problems.bench.KernelCase`. selection: whose lists or indexer's inputs were used; "" for random ones.
         bound: the roofline bound of the machine that ran. baseline: None where none was timed.
     """
 
@@ -104,6 +104,7 @@ class Time(Model):
     rows: Positive
     width: Annotated[int, Field(ge=0)] = 0
     overlap: Annotated[int, Field(ge=0, le=100)] = 0
+    selection: str = ""
     us: _Measured
     p10: _Measured
     p90: _Measured
@@ -119,7 +120,12 @@ class Time(Model):
     def problem(self) -> tuple[Any, ...]:
         """What times share that may be compared."""
         sizes = self.rows, self.width, self.overlap
-        return self.primitive, self.layout or "", self.heads or 0, self.topk or 0, *sizes, self.form
+        return self.primitive, self.layout or "", self.heads or 0, self.topk or 0, *sizes, self.form, self.selection
+
+    @property
+    def random(self) -> bool:
+        """What is chosen from is random and shared by no two rows on purpose: times that rank, and that tables show."""
+        return not self.overlap and not self.selection
 
 
 class Comparison(Model):
@@ -205,6 +211,41 @@ class EngineLoad(Model):
         return self.engine, self.backend, self.heads, self.layers, self.mode, self.rate or 0.0, self.turn, self.requests
 
 
+class EngineAccuracy(Model):
+    """What an engine makes of a trained model's text, over prompts of one length (`ci/gpu_accuracy`).
+
+    Attributes:
+        engine: name and version. model: that was trained, by its form. backend: whose attention, as in `ci/gpu_accuracy`.
+            cache: its format. per_head: prompts may go over keys of each head. variant: what else was different, a planted
+            fault for one; "" where nothing was.
+        length: tokens of a prompt. tokens: of all prompts of that length, whose log-probabilities are in `perplexity`.
+        right, asked: answers and questions, by the depth of the needle in percent.
+        mean, p99, drift: of the difference to stock with the same cache in a token's log-probability: of its size, and its
+            mean. scale: of attention's scores, the relative error that explains the differences. None for that stock.
+    """
+
+    engine: Text
+    model: Text
+    backend: Text
+    cache: Literal["bf16", "fp8"]
+    per_head: bool
+    variant: str = ""
+    length: Positive
+    tokens: Positive
+    perplexity: _Measured
+    right: dict[Text, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    asked: dict[Text, Positive] = Field(default_factory=dict)
+    mean: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    p99: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    drift: _Finite | None = None
+    scale: _Finite | None = None
+
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """What was read; a file has one of it."""
+        return self.engine, self.model, self.backend, self.cache, self.per_head, self.variant, self.length
+
+
 class Run(Model):
     """What a file holds.
 
@@ -214,7 +255,7 @@ class Run(Model):
         device: as in DeviceFacts. target: the architecture whose code ran, where that is not the device's own.
         driver: its version. clocks: MHz and watts by nvidia-smi's names. versions: of the software that ran.
         level: of the suite, None where it did not run. suite: SHA-256 of the ids of the cases, sorted, a line each.
-        comparisons, engine_times, engine_loads: of engines.
+        comparisons, engine_times, engine_loads, engine_accuracy: of engines.
     """
 
     version: Literal[1] = Field(alias="schema")
@@ -235,6 +276,7 @@ class Run(Model):
     comparisons: list[Comparison] = Field(default_factory=list[Comparison], fail_fast=True)
     engine_times: list[EngineTime] = Field(default_factory=list[EngineTime], fail_fast=True)
     engine_loads: list[EngineLoad] = Field(default_factory=list[EngineLoad], fail_fast=True)
+    engine_accuracy: list[EngineAccuracy] = Field(default_factory=list[EngineAccuracy], fail_fast=True)
 
     @property
     def device_name(self) -> str:
@@ -287,6 +329,7 @@ def combined(old: Run, new: Run) -> Run:
     compared = {(each.engine, each.suite, each.name): each for each in (*old.comparisons, *new.comparisons)}
     engines = {time.size: time for time in (*old.engine_times, *new.engine_times)}
     loads = {load.size: load for load in (*old.engine_loads, *new.engine_loads)}
+    texts = {text.size: text for text in (*old.engine_accuracy, *new.engine_accuracy)}
     return old.model_copy(
         update={
             "dirty": None if old.dirty is None or new.dirty is None else sorted({*old.dirty, *new.dirty}),
@@ -298,6 +341,7 @@ def combined(old: Run, new: Run) -> Run:
             "comparisons": list(compared.values()),
             "engine_times": list(engines.values()),
             "engine_loads": list(loads.values()),
+            "engine_accuracy": list(texts.values()),
         }
     )
 
@@ -307,7 +351,7 @@ def run_text(run: Run) -> str:
     fields = run.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     parts: list[str] = []
     for name, value in fields.items():
-        rows = name in ("cases", "times", "comparisons", "engine_times", "engine_loads")
+        rows = name in ("cases", "times", "comparisons", "engine_times", "engine_loads", "engine_accuracy")
         text = "[\n" + ",\n".join(map(_json, value)) + "\n]" if rows else _json(value)
         parts.append(f"{_json(name)}: {text}")
     return "{" + ",\n".join(parts) + "}\n"

@@ -27,6 +27,7 @@ _FLAGS = [each for each in (*fields(Features), *fields(Promises)) if each.metada
 """What a call needs or promises that implementations declare or need."""
 _TYPICAL: dict[str, Any] = {
     "kv_layout": "fp8_ds_mla",
+    "index_layout": "index_fp8",
     "block_size": 64,
     "scale_format": "pow2",
     "num_heads": DEEPSEEK_V32.rank_heads[0],
@@ -69,6 +70,12 @@ _CALL = {
     "topk": _option("topk", "Indices per token. Default: 2048."),
     "kv_layout": _option(
         "kv_layout", "Layout of the cache or the workspace: fp8_ds_mla (default), bf16, ...", of=str, metavar="LAYOUT"
+    ),
+    "index_layout": _option(
+        "index_layout",
+        "Layout of the indexer's cache beside it: index_fp8 (default), index_bf16, ...",
+        of=str,
+        metavar="LAYOUT",
     ),
     "block_size": _option("block_size", "Tokens per block. Default: 64."),
     "scale_format": _option(

@@ -16,12 +16,15 @@ from mla_portable.cli.options import (
     CommitOption,
     DeviceOption,
     JsonOption,
+    LayersOption,
     OutOption,
+    SelectionsOption,
     WhoOption,
     check_known,
     check_writable,
     numbers,
     resolve_device,
+    selected_layers,
     with_options,
 )
 from mla_portable.cli.output import EXIT_FAILED, Output, columns, command, digits, hanging
@@ -96,6 +99,8 @@ def kernels(
         str, typer.Option("--overlap", metavar="P,P", help="Percent of a prefill token's indices that the next token has too.")
     ] = "0",
     scale_format: Annotated[Literal["pow2", "amax"], typer.Option("--scale-format", help="Kind of FP8 scales.")] = "pow2",
+    selections: SelectionsOption = None,
+    layers: LayersOption = None,
     baselines: Annotated[
         bool,
         typer.Option(
@@ -128,15 +133,25 @@ def kernels(
             raise typer.BadParameter("must be pow2 beside --out: runs have no other times", param_hint="--scale-format")
         if out is not None:
             check_writable(out, param_hint="--out")
-        cpu = where.type == "cpu"
+        selected, by_layers = selected_layers(selections, layers)
+        overlaps, cpu = numbers(overlap, "--overlap") or (0,), where.type == "cpu"
+        if selected is not None and any(overlaps):
+            raise typer.BadParameter("must be 0 beside --selections, which say what tokens share", param_hint="--overlap")
+        sizes = _sizes(options, where)
+        if selected is not None:
+            sizes["topk"] = options.get("topk", selected.topk)
         cases = kernel_cases(
             _primitives(options, timed_primitives()),
             rows=numbers(options.get("rows", "1,16" if cpu else None), "--rows"),
-            widths=numbers(width, "--width") or ((1024,) if cpu else None),
-            overlaps=numbers(overlap, "--overlap") or (0,),
+            widths=numbers(width, "--width") or ((1024,) if cpu and selected is None else None),
+            overlaps=overlaps,
             scale_format=scale_format,
-            **_sizes(options, where),
+            selections=selected,
+            selected_by=by_layers,
+            **sizes,
         )
+        if selected is not None:
+            output.note(f"selections of {selected.model}: {selected.made}")
         registry, backends = current_registry(), options.get("backend", ())
         file = None if out is None else recorder(out, registry, where, backends=backends, who=who, commit=commit)
         brought = registry.baselines() if baselines else Brought(())

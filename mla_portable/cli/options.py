@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from mla_portable.capability.profiles import Profile
     from mla_portable.contracts import Primitive
+    from mla_portable.judge.problems.selections import Selections
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else; messages go to stderr.")
@@ -59,6 +60,25 @@ BackendOption = Annotated[
         metavar="NAME",
         help="Force a backend ('triton') or one implementation ('triton.portable'); a forced choice never falls back. "
         "Default: the registry chooses.",
+    ),
+]
+
+SelectionsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--selections",
+        metavar="FILE",
+        help="Use what a model's indexer selected, from a .npz (docs/dev/bench.md), in place of random lists.",
+        dir_okay=False,
+    ),
+]
+LayersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--layers",
+        metavar="N,N",
+        help="With --selections: these layers of the file. Default: those whose neighbouring tokens share least, in the middle "
+        "and most.",
     ),
 ]
 
@@ -194,6 +214,25 @@ def numbers(text: str | None, option: str) -> tuple[int, ...] | None:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
         raise typer.BadParameter(f"must be numbers such as 16,32 (got {text!r})", param_hint=option) from error
+
+
+def selected_layers(file: Path | None, layers: str | None) -> tuple[Selections | None, tuple[int, ...]]:
+    """What `--selections` names, and the layers of it. Raises: typer.BadParameter; InvalidArgument for the file."""
+    chosen = numbers(layers, "--layers")
+    if file is None:
+        if chosen is not None:
+            raise typer.BadParameter("needs --selections: it names layers of that file", param_hint="--layers")
+        return None, ()
+    from mla_portable.judge.problems.selection_lists import statistics_of, typical_layers
+    from mla_portable.judge.problems.selections import read_selections
+
+    selections = read_selections(file)
+    known = [int(each) for each in selections.layers]
+    for layer in chosen or ():
+        if layer not in known:
+            raise typer.BadParameter(f"must be of {', '.join(map(str, known))} (got {layer})", param_hint="--layers")
+        statistics_of(selections, layer)
+    return selections, chosen or typical_layers(selections)
 
 
 def with_options(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

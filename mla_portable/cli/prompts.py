@@ -13,12 +13,15 @@ from rich.text import Text
 from mla_portable.cli.options import (
     DeviceOption,
     JsonOption,
+    LayersOption,
     ModelOption,
+    SelectionsOption,
     check_known,
     check_writable,
     model_named,
     numbers,
     resolve_device,
+    selected_layers,
 )
 from mla_portable.cli.output import EXIT_FAILED, columns, command, digits, hanging
 
@@ -50,6 +53,8 @@ def prompts(
             help="Widths of a head, without rope, of rope, of values. Default: those of the model.",
         ),
     ] = None,
+    selections: SelectionsOption = None,
+    layers: LayersOption = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 10,
     fit: Annotated[
         bool,
@@ -74,8 +79,13 @@ def prompts(
         where = resolve_device(device)
         if out is not None and not fit:
             raise typer.BadParameter("needs --fit: what it writes are the constants that fit the times", param_hint="--out")
+        if out is not None and selections is not None:
+            why = "must not be given beside --selections: constants of a file of times are of random lists"
+            raise typer.BadParameter(why, param_hint="--out")
         if out is not None:
             check_writable(out, param_hint="--out")
+        selected, by_layers = selected_layers(selections, layers)
+        lists = [None] if selected is None else [(selected, layer) for layer in by_layers]
         from mla_portable.attention import HeadDims
         from mla_portable.bench.origin import measured_here
         from mla_portable.bench.prompts import STEPS, can_time, make_layer, time_step
@@ -108,7 +118,7 @@ def prompts(
             for number, count in enumerate(counts):
                 advance(f"{count} heads", number, len(counts))
                 layer = make_layer(where, num_heads=count, layout=layout, head_dims=HeadDims(*dims), backend=backend, **size)
-                found[count] = [time_step(layer, step, repeat=repeat) for step in steps]
+                found[count] = [time_step(layer, step, repeat=repeat, selected=each) for each in lists for step in steps]
                 times, masked = layer.per_head.times, layer.per_head.decisions["masked"].chosen
                 unknown += [count] if times is None and not fit else []
                 constants[count] = fitted(found[count]) if fit or times is None else times
@@ -137,9 +147,12 @@ def prompts(
         else:
             headings = ["heads", "prompts", "latent rows, us", "keys of each head, us", "chosen", "loses", "error"]
             rows = [_row(_line(count, each, constants[count])) for count, times in found.items() for each in times]
+            if selected is not None:
+                headings.append("keys selected as by")
+                output.note(f"selections of {selected.model}: {selected.made}")
             output.show(hanging("device", str(facts)))
             output.show(*(hanging("served", f"{', '.join(map(str, heads))} heads: {who}") for who, heads in served.items()))
-            output.show(columns(headings, rows, numbers=[*headings[2:4], *headings[5:]]))
+            output.show(columns(headings, rows, numbers=[*headings[2:4], *headings[5:7]]))
             if fit:
                 output.show(*(hanging(f"{count} heads", _words(each)) for count, each in constants.items()))
             if not ok:
@@ -161,6 +174,7 @@ def _line(heads: int, times: StepTimes, constants: PromptTimes) -> dict[str, Any
         "latent_us": times.latent_us,
         "per_head_us": times.per_head_us,
         "masked": times.masked,
+        "selection": times.selection,
         "chosen": "keys of each head" if per_head else "latent rows",
         "loses": taken / best - 1,
         "error": times.error,
@@ -177,4 +191,5 @@ def _row(line: dict[str, Any]) -> list[str]:
         line["chosen"],
         f"{line['loses']:.1%}",
         f"{line['error']:.1e}",
+        *([line["selection"]] if line["selection"] else []),
     ]

@@ -24,6 +24,7 @@ from mla_portable.capability.model import RecordError
 from mla_portable.capability.run import (
     Case,
     Comparison,
+    EngineAccuracy,
     EngineLoad,
     EngineTime,
     Run,
@@ -64,10 +65,12 @@ class Recorder:
         compared: Iterable[Comparison] = (),
         engine_times: Iterable[EngineTime] = (),
         engine_loads: Iterable[EngineLoad] = (),
+        engine_accuracy: Iterable[EngineAccuracy] = (),
     ) -> Run:
         """Add results to the file. Returns: all that it holds. Raises: RecordError."""
         more: dict[str, Any] = {"level": level, "cases": list(cases), "times": list(times), "comparisons": list(compared)}
         more |= {"engine_times": list(engine_times), "engine_loads": list(engine_loads)}
+        more |= {"engine_accuracy": list(engine_accuracy)}
         whole = self._whole(self._empty.model_copy(update=more))
         write_run(self._path, whole)
         return whole

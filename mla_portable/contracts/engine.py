@@ -28,6 +28,7 @@ class EngineStatus:
         mode: as it takes effect. note: what stands in the way, or what the mode means here.
         choices: for each cache layout and heads of a rank. indexer: whose indexer, or whose scores, and what serves them.
         models: (model, whose attention serves it) of those that are chosen for in another way.
+        layer: whose layer stands around attention, and why, "" where the engine has one alone.
     """
 
     version: str | None
@@ -37,6 +38,7 @@ class EngineStatus:
     choices: tuple[Choice, ...] = ()
     indexer: str = ""
     models: tuple[tuple[str, str], ...] = ()
+    layer: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "choices": [choice._asdict() for choice in self.choices]}

@@ -29,6 +29,7 @@ class Request(Promises, Features, Generic[F]):
     Attributes:
         primitive, device: what to run, where.
         kv_layout: one of `mla_portable.layouts.LAYOUTS`, of the cache or workspace that is read or written.
+        index_layout: likewise of the indexer's cache, of a call that may write both.
         num_heads: H. topk: K. block_size: of the paged cache. query_len: S of sparse_decode.
         extra_topk, extra_block_size: K and block size of a second cache of the same layout, to which every row attends as well;
             None where there is none. extra_lengths: the call has `extra_lengths`.
@@ -46,6 +47,7 @@ class Request(Promises, Features, Generic[F]):
     primitive: Primitive[F]
     device: DeviceFacts
     kv_layout: str | None = None
+    index_layout: str | None = None
     num_heads: int | None = None
     topk: int | None = None
     block_size: int | None = None
@@ -68,7 +70,8 @@ class Request(Promises, Features, Generic[F]):
             refuse("Request", "primitive", describe(self.primitive), "a mla_portable.contracts.Primitive")
         if not isinstance(self.device, DeviceFacts):  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse("Request", "device", describe(self.device), "DeviceFacts", "Ask `get_registry().facts(device)` for them.")
-        for name, allowed in (("kv_layout", tuple(LAYOUTS)), ("scale_format", scale_formats())):
+        layouts = tuple(LAYOUTS)
+        for name, allowed in (("kv_layout", layouts), ("index_layout", layouts), ("scale_format", scale_formats())):
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 refuse("Request", name, repr(value), f"one of {', '.join(allowed)}")

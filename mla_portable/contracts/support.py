@@ -61,8 +61,8 @@ class Support(Features):
     Attributes:
         source: where the limits come from (a document, a file, a measurement), for readers of the matrix.
         device_types, vendors, archs: of DeviceFacts.
-        kv_layouts: names of cache layouts, () for primitives that touch no cache; None for every layout, of plugins too,
-            and all of their scale formats.
+        kv_layouts: names of cache layouts, those of both caches where a call writes both; () for primitives that touch no
+            cache; None for every layout, of plugins too, and all of their scale formats.
         num_heads: exact counts that are accepted; max_heads: or every count up to this.
         padded_heads: kernel head counts that smaller requests are padded to inside; () means none.
         topks: exact values of K that are accepted; max_topk: or every value up to this. topk_multiple: divides all of them.
@@ -192,6 +192,8 @@ class Support(Features):
         if layout is not None and layout.name not in self.layouts:
             remedy = "take the upconvert route, which gathers to bf16 first" if layout.in_place else ""
             yield Reason("kv_layout", layout.name, f"supports {_words(self.layouts) or 'none'}", remedy)
+        if r.index_layout is not None and r.index_layout not in self.layouts:
+            yield Reason("index_layout", r.index_layout, f"supports {_words(self.layouts) or 'none'}", "use another backend")
         if layout is not None and layout.block_size is not None and r.block_size not in (None, layout.block_size):
             yield Reason(
                 "block_size", str(r.block_size), f"{layout.name} has blocks of {layout.block_size}", "name another layout"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from numbers import Real
 from operator import index
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def flash_attn_varlen_func(
         causal: query i of Lq sees the keys up to i + Lk - Lq. deterministic: False. is_varlen: ignored.
     Returns: (out [tokens, heads, Dv] bf16, lse [tokens, heads] float32, whose tokens are contiguous); a query without a key has
         0 and -inf.
-    Raises: InvalidArgument, UnsupportedRequest; also where a gradient would be needed, which is not computed. Graph-safe.
+    Raises: InvalidArgument, UnsupportedRequest. Graph-safe.
     """
     (starts,) = shape_of(_WHERE, "cu_seqlens_qo", cu_seqlens_qo, 1, "[batch + 1]")
     if starts < 1:
@@ -73,10 +73,6 @@ def flash_attn_varlen_func(
     if deterministic:
         refuse(_WHERE, "deterministic", True, "False")
     check_flag(_WHERE, "causal", causal)
-    if torch.is_grad_enabled():
-        for name, value in (("q", q), ("k", k), ("v", v)):
-            if value.requires_grad:
-                _refuse_gradient(name)
     scale = scale_of(_WHERE, "softmax_scale", softmax_scale, width)
     longest_qo, longest_kv = _length("max_seqlen_qo", max_seqlen_qo), _length("max_seqlen_kv", max_seqlen_kv)
     check_starts(_WHERE, "cu_seqlens_qo", cu_seqlens_qo, "tokens_qo", sizes["tokens_qo"], "max_seqlen_qo", longest_qo)
@@ -162,8 +158,3 @@ def _length(argument: str, value: Any, least: int = 0) -> int:
     count: Any = index(value) if hasattr(value, "__index__") and not isinstance(value, (bool, Tensor)) else value
     check_count(_WHERE, argument, count, least, INT32_MAX)
     return count
-
-
-def _refuse_gradient(argument: str) -> NoReturn:
-    remedy = "Call it under torch.no_grad(), or train with FlashMLA itself (SM100)."
-    refuse(_WHERE, argument, "a tensor that requires a gradient", "one without: there is no backward here", remedy)

@@ -9,6 +9,7 @@ rules               checks of single tensors
 tensor_table        checks of a call's tensors by a table
 tensor_scales       scales of a whole cache, and of queries
 second_cache        a second cache of sparse_decode and sparse_prefill
+parameters          the parameters of a vendor's function, by their names
 defaults            torch's own defaults, in a block
 whole_files         files written whole or not at all
 """

@@ -23,13 +23,26 @@ _STRIDED: Final = torch.strided
 
 
 def check_dense(where: str, argument: str, value: Any, axes: str) -> None:
-    """A tensor with strides and data: neither nested nor sparse, and on no meta device."""
+    """A tensor with strides and data: neither nested nor sparse, and on no meta device; the call records no gradient for it."""
     if not isinstance(value, Tensor):
         refuse(where, argument, describe(value), f"a tensor {axes}")
     if value.is_nested or value.layout is not _STRIDED:
         refuse(where, argument, describe(value), f"a dense tensor {axes}")
     if value.is_meta:
         refuse(where, argument, describe(value), f"a tensor {axes} on a device that holds data")
+    check_no_gradient(where, argument, value)
+
+
+def check_no_gradient(where: str, argument: str, value: Tensor) -> None:
+    """torch would record no gradient for a call with this tensor, for nothing here has a backward.
+
+    A result without a graph would end the caller's graph silently. A tensor that requires a gradient, such as a parameter, is
+    accepted where gradients are switched off.
+    """
+    if value.requires_grad and torch.is_grad_enabled():
+        remedy = f"Call it under torch.no_grad() or torch.inference_mode(), or pass {argument}.detach()."
+        expected = "one without, while torch records gradients: there is no backward here"
+        refuse(where, argument, "a tensor that requires a gradient", expected, remedy)
 
 
 def shape_of(where: str, argument: str, value: Any, rank: int, axes: str, remedy: str = "") -> torch.Size:
@@ -65,6 +78,7 @@ def check_tensor(
             and value.device == device
             and (value.is_contiguous() or value.stride()[-1] == 1 or shape[-1] <= 1)
             and not value.is_neg()
+            and not (value.requires_grad and torch.is_grad_enabled())
         ):
             return
     except RuntimeError:  # nested and sparse tensors have no shape or no strides: explained below
@@ -76,7 +90,7 @@ def _explain_tensor(
     where: str, argument: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, axes: str
 ) -> NoReturn:
     wanted = f"{axes} {str(dtype).removeprefix('torch.')}"
-    check_dense(where, argument, value, wanted)
+    check_dense(where, argument, value, wanted)  # raises for a gradient, too
     if value.dtype is not dtype:
         refuse(where, argument, value.dtype, str(dtype))
     if value.shape != shape:
@@ -144,7 +158,7 @@ def check_cache(
     """
     if isinstance(value, tuple):
         return _check_tensors(where, argument, cast("tuple[Any, ...]", value), device, cache, kv_layout)
-    if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED:
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED or value.requires_grad:
         check_dense(where, argument, value, _cache_axes(cache))
     shape = value.shape
     if len(shape) != 3:
@@ -169,6 +183,7 @@ def _check_tensors(
 ) -> CacheFacts:
     """`check_cache` of a cache in several tensors. Each may have blocks any distance apart."""
     for at, each in enumerate(value):
+        check_dense(where, f"{argument}[{at}]", each, "[blocks, block_size, width]")
         shape_of(where, f"{argument}[{at}]", each, 3, "[blocks, block_size, width]")
     layout = layout_of(value, name=kv_layout, where=where, argument=argument, cache=cache)
     blocks, block_size = value[0].shape[:2]

@@ -91,7 +91,7 @@ class TensorTable:
         """
         device: torch.device | None = None
         extents: list[tuple[int, int]] = []
-        writes = False
+        writes, records = False, torch.is_grad_enabled()
         for at in self._results:
             writes = writes or values[at] is not None
         for step, value in zip(self._steps, values, strict=True):
@@ -117,6 +117,7 @@ class TensorTable:
                             and value.layout is _STRIDED
                             and value.is_contiguous()
                             and not value.is_neg()
+                            and not (records and value.requires_grad)
                             and not (not_empty and 0 in shape)
                         )
                 except (AttributeError, RuntimeError):  # no tensor; a nested or sparse one has no shape or no strides

@@ -17,6 +17,7 @@ from mla_portable.layouts.base import (
     scale_formats,
 )
 from mla_portable.layouts.bf16 import BF16, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from mla_portable.layouts.bf16_128_32 import BF16_128_32
 from mla_portable.layouts.bf16_nope import BF16_NOPE
 from mla_portable.layouts.fp8_ds_mla import (
     E4M3_MAX,
@@ -36,6 +37,7 @@ CORE_LAYOUTS: Final = frozenset(LAYOUTS)
 
 __all__ = [
     "BF16",
+    "BF16_128_32",
     "BF16_NOPE",
     "CORE_LAYOUTS",
     "E4M3_MAX",

@@ -14,6 +14,7 @@ slot is block * block_size + offset.
   `clean_lengths`, `follows_in_order`) at their word. The public functions ask for the lse and promise nothing.
 - The indexer's scores: what a token does not see has the score -inf, which a top-k never chooses.
 - NaN in rows that no index names never reaches an output.
+- Nothing has a backward: while torch records gradients, a tensor that requires one is an InvalidArgument.
 - Addresses are 64-bit. Any block size, any stride between blocks, any K.
 - With `out` (and `lse_out`, `schedule`) given: no allocation, no host synchronisation, safe to capture in a CUDA graph.
 
@@ -48,10 +49,13 @@ from mla_portable.primitives.quantize_per_tensor import *
 from mla_portable.primitives.indexer_cache_write import *
 from mla_portable.primitives.indexer_logits import *
 from mla_portable.primitives.indexer_logits_ragged import *
+from mla_portable.primitives.indexer_logits_blocks import *
 from mla_portable.primitives.topk_select import *
 from mla_portable.primitives.indexer_select import *
 from mla_portable.primitives.pack_selection import *
 from mla_portable.primitives.concat_mla_k import *
 from mla_portable.primitives.masked_prefill import *
+from mla_portable.primitives.norm_rope_write import *
+from mla_portable.primitives.rope_quantize_queries import *
 from mla_portable.primitives._select_in_parts import SELECT_SCRATCH_BYTES as SELECT_SCRATCH_BYTES
 from mla_portable.primitives._select_in_parts import SelectInParts as SelectInParts

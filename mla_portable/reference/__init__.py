@@ -43,20 +43,20 @@ def _implementation(primitive: Primitive[F], reference: F) -> Implementation[F]:
         needs_bf16=False,
         **_FEATURES,
     )
-    bind = _bind_to(reference, primitive.reference_float32, names_layout=bool(primitive.cache))
+    named = tuple(name for name in ("kv_layout", "index_layout") if primitive.cache and name in primitive.facts)
+    bind = _bind_to(reference, primitive.reference_float32, named)
     return Implementation(_NAME, primitive, support, bind, preference=_PREFERENCE)
 
 
-def _bind_to(reference: F, in_float32: F | None, *, names_layout: bool) -> Callable[[Request[F]], F]:
+def _bind_to(reference: F, in_float32: F | None, named: tuple[str, ...]) -> Callable[[Request[F]], F]:
     """A `bind`: one function for every shape; products in float32 where the device's float64 cannot be trusted.
 
-    names_layout: it takes the layout of its cache by name.
+    named: the fields of a request that it takes by name, the layouts of its caches.
     """
 
     def bind(request: Request[F]) -> F:
         function = reference if in_float32 is None or request.device.has_fp64 else in_float32
-        if not names_layout or request.kv_layout is None:
-            return function
-        return cast(F, partial(cast("Callable[..., Any]", function), kv_layout=request.kv_layout))
+        layouts = {name: value for name in named if (value := getattr(request, name)) is not None}
+        return cast(F, partial(cast("Callable[..., Any]", function), **layouts)) if layouts else function
 
     return bind

@@ -10,7 +10,7 @@ import torch
 from corex_machine import BI_V150, NEWEST, installed
 
 from mla_portable_iluvatar import PROVIDERS
-from mla_portable_iluvatar.resolve import Place, parameter_names, twins_called
+from mla_portable_iluvatar.resolve import Place, twins_called
 
 
 def nothing() -> None:
@@ -66,17 +66,6 @@ def test_vllm_is_imported_before_packages_that_need_it(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(tmp_path))
         assert [r.subject for r in Place("vllm_iluvatar", "thing").missing()] == ["library"]
         assert list(Place("vllm_iluvatar", "thing", before=("vllm",)).missing()) == []
-
-
-def test_parameters_are_read_where_they_can_be():
-    def op(a, b, *, c=None): ...
-
-    def anything(*args, **kwargs): ...
-
-    assert parameter_names(op) == ("a", "b", "c")
-    assert parameter_names(anything) is None
-    assert parameter_names(torch.ops.aten.relu.default) == ("self",)
-    assert parameter_names(torch.relu) is None
 
 
 def test_a_compiled_op_without_a_signature_is_judged_by_its_results():

@@ -44,7 +44,7 @@ def quick_backend() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch):
-    for name in ("", "_CACHE_SCALES", "_CACHE_WRITER", "_INDEXER", "_ROUTE"):
+    for name in ("", "_CACHE_SCALES", "_CACHE_WRITER", "_INDEXER", "_LAYER", "_ROUTE"):
         monkeypatch.delenv(f"MLA_PORTABLE_VLLM{name}", raising=False)
 
 

@@ -186,7 +186,7 @@ def test_what_the_fused_path_cannot_serve_is_not_chosen_by_times(times: Any, mon
     make_indexer()
     assert not indexer_choice.current().fuses_some
     indexer_choice.forget()
-    monkeypatch.setattr(indexer_choice, "_other_formats", lambda config: "an indexer cache in FP4")
+    monkeypatch.setattr(indexer_choice, "other_formats", lambda config: "an indexer cache in FP4")
     make_indexer()
     assert not indexer_choice.current().fuses_some
 

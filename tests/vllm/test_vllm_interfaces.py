@@ -20,7 +20,7 @@ from vllm.v1.attention import backend as stock
 from vllm_engine import make_config
 
 from mla_portable import deep_gemm
-from mla_portable.engines.vllm import compat, indexer_seams
+from mla_portable.engines.vllm import compat, indexer_seams, layer_choice
 from mla_portable.engines.vllm.backend import MLAPortableBackend
 from mla_portable.engines.vllm.builder import MLAPortableMetadataBuilder
 from mla_portable.engines.vllm.impl import READS, MLAPortableImpl
@@ -129,10 +129,53 @@ def test_lengths_on_the_host_have_a_name_we_know(interface: dict[str, Any]):
 
 def test_imports_would_succeed(interface: dict[str, Any]):
     missing = {name for name, found in interface["imports"].items() if not found}
-    assert missing <= OPTIONAL
+    around = {f"{module}:{name}" for module, names in layer_choice.NEEDS.items() for name in names}  # looked for beforehand
+    assert missing <= OPTIONAL | around and not (missing & around and interface in with_layer())
     assert len(interface["imports"]) >= 10
     needed = {name for name, parameters in interface["functions"].items() if parameters is None}
     assert needed <= {"vllm/v1/attention/backends/mla/sparse_utils.py:align_blocks_to_rows"}
+
+
+def with_layer() -> list[dict[str, Any]]:
+    """Of the versions whose layer around attention ours can take the place of: from 0.26 on."""
+    names = [name for name in FILES if tuple(map(int, name.split("."))) >= (0, 26)]
+    return [json.loads(FILES[name].read_text()) for name in names]
+
+
+READ_AROUND = {
+    "MultiHeadLatentAttentionWrapper": (
+        *("fused_qkv_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_layernorm", "rotary_emb", "o_proj", "mla_attn", "skip_topk"),
+        *("indexer", "indexer_rope_emb", "is_sparse", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_head_dim"),
+        *("num_heads", "v_head_dim"),
+    ),
+    "Indexer": (
+        *("wq_b", "wk_weights_proj", "k_norm", "k_cache", "indexer_op"),
+        *("head_dim", "n_head", "softmax_scale", "scale_fmt"),
+    ),
+    "SparseAttnIndexer": ("skip_k_cache_insert",),
+    "MLAAttention": ("layer_name", "kv_cache", "impl", "W_UK_T", "qk_nope_head_dim", "kv_lora_rank", "_v_up_proj"),
+}
+"""What our layer reads of vLLM's objects, by class."""
+
+
+def test_what_our_layer_reads_is_there():
+    found = with_layer()
+    assert len(found) == 3
+    for interface in found:
+        for module, names in layer_choice.NEEDS.items():
+            assert set(names) <= set(interface["seams"][f"{module.replace('.', '/')}.py"].split()), module
+        for name, attributes in READ_AROUND.items():
+            assert set(attributes) <= set(interface["around"][name].split()), name
+        called = interface["classes"]["MultiHeadLatentAttentionWrapper"]["methods"]["forward"].split()
+        assert called == ["self", "positions", "hidden_states", "llama_4_scaling="]
+        forward = interface["classes"]["SparseAttnIndexer"]["methods"]["forward_cuda"].split()
+        assert forward[:2] == ["self", "hidden_states"] and forward[3:] == ["k", "weights"]
+
+
+def test_where_the_models_for_cuda_have_a_layer_of_their_own():
+    path, names = layer_choice.OWN_LAYER
+    own = [set(names) <= set(each["seams"][f"{path.replace('.', '/')}.py"].split()) for each in with_layer()]
+    assert own == [False, True, True]  # 0.28 has generic models on every device
 
 
 WITH_INDEXER = [name for name in FILES if tuple(map(int, name.split("."))) >= (0, 24)]

@@ -54,12 +54,17 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return make_prompt_engine(monkeypatch)
 
 
-def make_prompt_engine(monkeypatch: pytest.MonkeyPatch, dtype: str = "auto", **engine: Any) -> Engine:
+def favour_keys_of_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are built take prompts of LEAST new tokens over keys of each head."""
     monkeypatch.setattr(Registry, "prompt_times", lambda self, decision: TOKEN)
     monkeypatch.setattr(shared, "LEAST_SAVED", LEAST - 1.0)
     monkeypatch.setattr(prompts, "BESIDE_DECODES", 0.0)
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda config: Backend)
     monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=1, rank_in_group=0))
+
+
+def make_prompt_engine(monkeypatch: pytest.MonkeyPatch, dtype: str = "auto", **engine: Any) -> Engine:
+    favour_keys_of_each_head(monkeypatch)
     return make_engine(dtype, **engine)
 
 

@@ -244,5 +244,7 @@ def _engine(name: str, status: EngineStatus | None) -> Iterator[RenderableType]:
         yield columns(["cache", "heads per GPU", "route", "served by"], rows)
     if status.indexer:
         yield f"DSA indexer in {name}: {status.indexer}"
+    if status.layer:
+        yield f"Layer around attention in {name}: {status.layer}"
     for model, words in status.models:
         yield f"{model}'s attention in {name}: {words}"

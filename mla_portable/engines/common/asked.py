@@ -9,7 +9,7 @@ from typing import Any
 from mla_portable.attention import AttentionSpec
 from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.models import DEEPSEEK_V4, DEEPSEEK_V32, Model
-from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
+from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT, NORM_ROPE_WRITE, ROPE_QUANTIZE_QUERIES
 
 
 def layer_spec(
@@ -65,4 +65,15 @@ def indexer_requests(facts: DeviceFacts, topk: int = DEEPSEEK_V32.topk, *, order
             INDEXER_SELECT, facts, num_heads=DEEPSEEK_V32.index_heads, topk=topk, ordered=ordered, whole_tables=True, **layout
         ),
         Request(INDEXER_CACHE_WRITE, facts, scale_format="pow2", **layout),
+    )
+
+
+def layer_requests(facts: DeviceFacts) -> tuple[Request, Request]:
+    """What a layer of DeepSeek-V3.2 with an indexer and an FP8 cache asks for between its projections."""
+    model = DEEPSEEK_V32
+    layout: dict[str, Any] = {"kv_layout": "fp8_ds_mla", "index_layout": "index_fp8", "block_size": 64, "scale_format": "pow2"}
+    captured = facts.graph_capture is not False
+    return (
+        Request(NORM_ROPE_WRITE, facts, graph=captured, **layout),
+        Request(ROPE_QUANTIZE_QUERIES, facts, num_heads=model.heads, graph=captured),
     )

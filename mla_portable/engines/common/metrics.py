@@ -30,6 +30,7 @@ NOT_SERVING: Final = (
     "neither SGLang nor mla_portable serves this model",
     "serves this model, mla_portable does not",
     "kernels serve this model, mla_portable does not",
+    "vLLM's own layer around attention runs",
 )
 """In the lines in which it says that it does not serve."""
 

@@ -18,6 +18,10 @@ indexer         the DSA indexer's fused path
 indexer_choice  whose indexer serves the model, and why
 indexer_seams   where this indexer takes the place of vLLM's, in each version
 pools           the indexer of pools of keys, where Triton has no e4m3
+layer_choice    whose layer stands around attention, and why
+layer           ours, in the place of vLLM's MultiHeadLatentAttentionWrapper
+layer_ops       its operators
+layer_parts     what it computes between the projections
 imports         a function that changes a module right after it is imported
 
 v4              DeepSeek-V4's layers, which ask no backend

@@ -18,6 +18,7 @@ from mla_portable.contracts import InvalidArgument
 from mla_portable.engines.common import warm_up as warming
 from mla_portable.engines.common.routing import route_pairs
 from mla_portable.engines.vllm import compat, model, prompts, scratch, warm_up
+from mla_portable.engines.vllm.layer_parts import as_bytes
 from mla_portable.engines.vllm.metadata import MLAPortableMetadata
 from mla_portable.engines.vllm.settings import logger
 from mla_portable.engines.vllm.writer import Writer
@@ -67,7 +68,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
         self.sinks: Tensor | None = arguments.get("sinks")
         """[H] float32, an attention sink for each head of this rank. The model loads its values later; each call reads them."""
         if self.sinks is not None:
-            check_tensor("vLLM", "sinks", self.sinks, torch.float32, (self.num_heads,), self.sinks.device, "[H]")
+            with torch.no_grad():  # a parameter
+                check_tensor("vLLM", "sinks", self.sinks, torch.float32, (self.num_heads,), self.sinks.device, "[H]")
         self._indexer: Any | None = arguments.get("indexer")
         self.has_indexer = self._indexer is not None
         self.same_selection = False
@@ -82,11 +84,12 @@ class MLAPortableImpl(compat.IMPL_BASE):
         self.head_dims = prompts.head_dims(arguments)
         self._project = arguments.get("kv_b_proj")
         self._prompts: PromptAttention | None = None
-        self._resolved: model.Resolved | None = None
+        self.resolved: model.Resolved | None = None
+        """How the layer is served, by what was known when it was built; None without a configuration."""
         config = get_current_vllm_config_or_none()
         if config is not None:
-            self._resolved = self._reserve(config)
-            self._prompts = prompts.attention(self._resolved, config, self.head_dims)
+            self.resolved = self._reserve(config)
+            self._prompts = prompts.attention(self.resolved, config, self.head_dims)
             self.supports_dense_mha_prefill = self.masked_mha_available = self._prompts is not None
 
     def _reserve(self, config: Any) -> model.Resolved:
@@ -139,14 +142,14 @@ class MLAPortableImpl(compat.IMPL_BASE):
         kv_cache: the layer's own, which is neither read nor written: blocks lie as in it. None before there is one.
         Raises: whatever a call of the layer raises.
         """
-        if self._resolved is None:
+        if self.resolved is None:
             return
-        resolved, attention = self._resolved, self._attention() if self._attention is not None else None
+        resolved, attention = self.resolved, self._attention() if self._attention is not None else None
         if attention is not None:
             resolved = replace(resolved, spec=attention.spec, decision=attention.route_decision)
         stride = whole = resolved.spec.block_size * resolved.spec.layout.row_width
         if kv_cache is not None and len(kv_cache) > 1 and kv_cache.shape[1] == resolved.spec.block_size:
-            stride = self._rows(kv_cache).stride(0)
+            stride = as_bytes(kv_cache).stride(0)
         stride = None if stride == whole else stride
         kind = resolved.spec, route_pairs(resolved.decision), resolved.writer, self.head_dims, self._prompts is None, stride
         if kind in warm_up.warmed():
@@ -193,7 +196,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
             return
         slots = slot_mapping.flatten()
         rows = slots.shape[0]
-        attention.cache_write(kv_c_normed[:rows], k_pe.flatten(1)[:rows], self._rows(kv_cache), slots)
+        attention.cache_write(kv_c_normed[:rows], k_pe.flatten(1)[:rows], as_bytes(kv_cache), slots)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: MLAPortableMetadata, layer: Any
@@ -215,7 +218,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
         if topk_indices is None:
             raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
         own: dict[str, Any] = {"attn_sink": self.sinks, "same_selection": self.same_selection}
-        return attention.forward(q, self._rows(kv_c_and_k_pe_cache), topk_indices, attn_metadata.plan, **own)
+        return attention.forward(q, as_bytes(kv_c_and_k_pe_cache), topk_indices, attn_metadata.plan, **own)
 
     def forward_mha(
         self,
@@ -246,7 +249,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
             kv_c_normed,
             k_pe.flatten(1),
             lambda latent: project(latent)[0],
-            self._rows(kv_c_and_k_pe_cache),
+            as_bytes(kv_c_and_k_pe_cache),
             topk_indices[first : first + tokens] if step.plan.masked else None,
             step.plan,
             out=output.view(tokens, self.num_heads, attention.head_dims.value),
@@ -256,7 +259,3 @@ class MLAPortableImpl(compat.IMPL_BASE):
     def masked_mha_workspace_fits(prefill: Any) -> bool:
         """Asked by vLLM's layer from 0.28 on: the prompts of the step go to `forward_mha`."""
         return isinstance(prefill, prompts.StepPrompts)
-
-    def _rows(self, kv_cache: Tensor) -> Tensor:
-        """The cache as bytes where it is quantised, whatever 8-bit type vLLM gave it."""
-        return kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 and kv_cache.dtype != torch.uint8 else kv_cache

@@ -113,7 +113,7 @@ def _decide(vllm_config: Any | None) -> IndexerChoice:
     times = None if wanted or same_bits else _times(vllm_config)
     if not (wanted or same_bits) and times is None:
         return IndexerChoice(False, False, reason)
-    impossible = _other_formats(vllm_config)
+    impossible = other_formats(vllm_config)
     if impossible is not None:
         return IndexerChoice(False, False, f"mla_portable does not read {impossible}")
     apart = _beyond_fused(vllm_config)
@@ -168,7 +168,7 @@ def _without_deep_gemm(vllm_config: Any | None) -> tuple[bool, str]:
     return False, f"DeepGEMM serves {device}"
 
 
-def _other_formats(vllm_config: Any | None) -> str | None:
+def other_formats(vllm_config: Any | None) -> str | None:
     """A format of the indexer's cache that is not `index_fp8`, None where there is none."""
     attention = getattr(vllm_config, "attention_config", None)
     if getattr(attention, "use_fp4_indexer_cache", None) or getattr(attention, "indexer_kv_dtype", None) == "mxfp4":

@@ -19,6 +19,7 @@ logger = logging.getLogger("vllm.mla_portable")
 
 ENV_MODE: Final = "MLA_PORTABLE_VLLM"
 ENV_INDEXER: Final = "MLA_PORTABLE_VLLM_INDEXER"
+ENV_LAYER: Final = "MLA_PORTABLE_VLLM_LAYER"
 ENV_ROUTE: Final = "MLA_PORTABLE_VLLM_ROUTE"
 ENV_SCALES: Final = "MLA_PORTABLE_VLLM_CACHE_SCALES"
 ENV_WRITER: Final = "MLA_PORTABLE_VLLM_CACHE_WRITER"
@@ -29,6 +30,7 @@ VARIABLES: Final = {
     for each in (
         Variable.choice(ENV_MODE, "auto", "custom", "override", "off"),
         Variable.choice(ENV_INDEXER, "auto", "on", "off"),
+        Variable.choice(ENV_LAYER, "auto", "on", "off"),
         Variable.choice(ENV_WRITER, "auto", "vllm", "mla_portable"),
         Variable.choice(ENV_SCALES, "auto", *SCALE_FORMATS, "mixed"),
         Variable.choice(ENV_ROUTE, "auto", *ROUTES),
@@ -41,6 +43,7 @@ IN_CONFIG: Final = {
     "cache_writer": ENV_WRITER,
     "cache_scales": ENV_SCALES,
     "indexer": ENV_INDEXER,
+    "layer": ENV_LAYER,
 }
 """Keys of `additional_config["mla_portable"]` -> the variable of the same meaning. The mode is needed before there is one."""
 
@@ -87,6 +90,11 @@ def mode(environ: Mapping[str, str] | None = None) -> str:
 def indexer(environ: Mapping[str, str] | None = None) -> str:
     """Whose indexer serves: "on" for this one, "off" for vLLM's, "auto" for this one where DeepGEMM cannot run."""
     return _read(ENV_INDEXER, environ).lower() or "auto"
+
+
+def layer(environ: Mapping[str, str] | None = None) -> str:
+    """Whose layer stands around attention: "on" for this one where it can, "off" for vLLM's, "auto" for the faster one."""
+    return _read(ENV_LAYER, environ).lower() or "auto"
 
 
 def cache_writer() -> str:

@@ -17,11 +17,11 @@ from mla_portable.attention import RouteDecision
 from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.choose import Registry
 from mla_portable.contracts import DeviceFacts, EngineStatus
-from mla_portable.engines.common.asked import indexer_requests, v4_layer_spec
-from mla_portable.engines.common.routing import decide_route, route_pairs, served_by
+from mla_portable.engines.common.asked import indexer_requests, layer_requests, v4_layer_spec
+from mla_portable.engines.common.routing import decide_route, in_words, pairs, route_pairs, served_by
 from mla_portable.engines.common.scorer import deep_gemm_serves, own_indexer, scorer
 from mla_portable.engines.common.status import choices, obstacle, version_and_mode
-from mla_portable.engines.vllm import indexer_seams, settings
+from mla_portable.engines.vllm import indexer_seams, layer_choice, settings
 from mla_portable.engines.vllm.v4 import choice as v4
 from mla_portable.models import DEEPSEEK_V4
 from mla_portable.primitives import SPARSE_DECODE
@@ -46,7 +46,26 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
     served = choices(partial(decide_route, device=device, registry=registry))
     indexer = "" if note else _indexer(registry, device, environ, version)
     models = () if note else _deepseek_v4(registry, device, settings.route(environ), mode)
-    return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer, models)
+    layer = "" if note else _layer(registry, device, environ)
+    return EngineStatus(version, not note, mode, note or _MEANING[mode], served, indexer, models, layer)
+
+
+def _layer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
+    """As vLLM will decide in a process that builds a model, except for what the model itself has."""
+    against = layer_choice.against_mode(environ)
+    if against:
+        return f"vLLM's: {against}"
+    lacking = [words for module, names in layer_choice.NEEDS.items() for words in _lacking(module, names)]
+    if lacking:
+        return f"vLLM's: {layer_choice.lacks(lacking)}"
+    demand = LayerRegistry(registry, None)
+    decisions = [demand.decide(request) for request in layer_requests(registry.facts(device))]
+    unserved = next((each for each in decisions if each.chosen is None), None)
+    if unserved is not None:
+        return f"vLLM's: nothing here serves {unserved.request.primitive}"
+    words = f"mla_portable's ({in_words(pairs(decisions))}) where a model has vLLM's {layer_choice.REPLACED}"
+    fuses = _capability(registry.facts(device)) is not None and not _lacking(*layer_choice.OWN_LAYER)
+    return f"{words}; {layer_choice.FUSED}" if fuses else words
 
 
 def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str], version: str) -> str:

@@ -21,10 +21,14 @@ from typing import Any, Final
 from torch import Tensor
 
 from mla_portable.choose import get_registry
+from mla_portable.engines.vllm import layer_choice
 from mla_portable.engines.vllm.imports import when_imported
+from mla_portable.engines.vllm.layer_parts import PARTS
 
 WORKER_MODULE: Final = "vllm.v1.worker.gpu_worker"
 METHODS: Final = ("determine_available_memory", "compile_or_warm_up_model")
+BUILDS: Final = "load_model"
+"""The worker's method that builds the model."""
 
 
 def install() -> None:
@@ -33,18 +37,19 @@ def install() -> None:
 
 
 def warm_worker(module: Any) -> None:
-    """Have the module's worker warm our layers first, in both methods."""
+    """Have the module's worker warm our layers first, in both methods, and offer our layer before it builds the model."""
     for name in METHODS:
-        setattr(module.Worker, name, _warm_first(getattr(module.Worker, name)))
+        setattr(module.Worker, name, _first(lambda config: warm_model(config), getattr(module.Worker, name)))
+    setattr(module.Worker, BUILDS, _first(layer_choice.offer, getattr(module.Worker, BUILDS)))
 
 
-def _warm_first(method: Callable[..., Any]) -> Callable[..., Any]:
+def _first(action: Callable[[Any], None], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def warmed(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        warm_model(worker.vllm_config)
+    def with_action(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        action(worker.vllm_config)
         return method(worker, *args, **kwargs)
 
-    return warmed
+    return with_action
 
 
 def warm_model(vllm_config: Any) -> None:
@@ -54,8 +59,12 @@ def warm_model(vllm_config: Any) -> None:
     """
     for layer in vllm_config.compilation_config.static_forward_context.values():
         impl: Any = getattr(layer, "impl", None)
+        cache = cache_of(layer)
         if hasattr(impl, "warm_up"):
-            impl.warm_up(vllm_config, cache_of(layer))
+            impl.warm_up(vllm_config, cache)
+        parts: Any = getattr(layer, PARTS, None)
+        if parts is not None and cache is not None:
+            parts.warm_up(cache)
 
 
 def cache_of(layer: Any) -> Tensor | None:

@@ -48,17 +48,17 @@ def make_attention(workshop: Workshop, case: KernelCase) -> BenchProblem:
     def wanted() -> tuple[Tensor, Tensor]:
         """out [n, H, 512] and lse [n, H], float64."""
         slots = indices[judged].long().flatten()
-        named = (taken_rows(layout, kv, slots) if paged else flat[slots]).cpu()  # [n * K, row]
-        own = torch.arange(named.shape[0]).view(-1, topk)
+        named = (taken_rows(layout, kv, slots.clamp(min=0)) if paged else flat[slots.clamp(min=0)]).cpu()  # [n * K, row]
+        own = torch.arange(named.shape[0]).masked_fill(slots.cpu() < 0, -1).view(-1, topk)
         return attend(q[judged], named, own, softmax_scale=SOFTMAX_SCALE, kv_layout=layout.name)
 
     def judge(results: Results) -> Iterator[Finding]:
         got = {name: value.reshape(rows, heads, *value.shape[decode + 2 :])[judged] for name, value in results.items()}
         yield from findings(case.storage, got, dict[str, Tensor](zip(("out", "lse"), wanted(), strict=True)), rows=judged.cpu())
 
-    named_tokens = int(indices.unique().numel())
+    named_tokens = int(indices[indices >= 0].unique().numel())
     moved = named_tokens * layout.row_bytes + q.nbytes + out.nbytes + lse.nbytes + indices.nbytes
-    flops = 2 * rows * heads * topk * (layout.key_width + layout.value_width)
+    flops = 2 * heads * int((indices >= 0).sum()) * (layout.key_width + layout.value_width)
     return BenchProblem(case, request, arguments, 3, {"out": out, "lse": lse}, moved, flops, judge)
 
 
@@ -72,6 +72,9 @@ def _decode_indices(workshop: Workshop, case: KernelCase) -> Tensor:
     topk, tokens = case.topk or 1, _tokens(case)
     context = case.width // tokens
     own = context >= topk
+    lists = workshop.of_requests(case, context if own else case.width)
+    if lists is not None:
+        return lists + (context * torch.arange(tokens, device=workshop.device, dtype=torch.int32).unsqueeze(1) if own else 0)
     chosen = workshop.scores(tokens, context if own else case.width).topk(topk, dim=1).indices
     if own:
         chosen += context * torch.arange(tokens, device=workshop.device).unsqueeze(1)
@@ -81,6 +84,9 @@ def _decode_indices(workshop: Workshop, case: KernelCase) -> Tensor:
 def _prefill_indices(workshop: Workshop, case: KernelCase) -> Tensor:
     """[T, K] int32: windows of one permutation of the rows, each moved on by what is not shared, in random order."""
     topk, device = case.topk or 1, workshop.device
+    lists = workshop.neighbours(case, torch.arange(case.width - case.rows + 1, case.width + 1))
+    if lists is not None:
+        return lists[0]
     step = topk * (100 - case.overlap) // 100
     starts = step * torch.arange(case.rows, device=device).unsqueeze(1)
     window = workshop.permutation(case.width)[(starts + torch.arange(topk, device=device)) % case.width]

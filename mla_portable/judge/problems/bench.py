@@ -8,21 +8,25 @@ kernel as much as fresh values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request
 from mla_portable.judge.problems.compare import Finding
+from mla_portable.judge.problems.selection_lists import LayerLists, apart, longest_neighbours, neighbours
+from mla_portable.judge.problems.selections import Selections
 from mla_portable.judge.problems.stage import Results
 from mla_portable.layouts import BF16, INDEX_FP8, LAYOUTS, TOLERANCES, CacheLayout, scale_formats
 
 BLOCK_SIZE: Final = 64
 HEADS: Final = (16, 32, 64, 128)
+CHUNK_ROWS: Final = 256
+"""From so many rows on, the indexer's are tokens of one request."""
 _TOPK: Final = 2048  # DeepSeek-V3.2's
 _DRAWN: Final = 65_536
 """Tokens that are drawn; longer caches repeat them."""
@@ -41,6 +45,8 @@ class Bench:
         widths: several of them by default, instead.
         overlaps: rows may share indices. head_dims: pairs (of queries and keys, of values) by default; each is timed with what
             K selects and without a selection.
+        takes: what of a file of selections a case may have in place of random values: "neighbours", lists of the tokens of one
+            request; "requests", lists of one token of each; "index", the indexer's inputs; "" for nothing.
     """
 
     rows: tuple[int, ...]
@@ -52,6 +58,7 @@ class Bench:
     widths: tuple[int, ...] = ()
     overlaps: bool = False
     head_dims: tuple[tuple[int, int], ...] = ()
+    takes: Literal["", "neighbours", "requests", "index"] = ""
 
 
 def timed_primitives() -> tuple[Primitive[Any], ...]:
@@ -72,13 +79,15 @@ class KernelCase:
 
     Attributes:
         rows: batch rows (sparse_decode), tokens (sparse_prefill, masked_prefill, concat_mla_k, pack_selection, convert_indices,
-            cache_write), workspace rows (gather_upconvert) or rows of scores (topk_select).
+            cache_write, norm_rope_write, rope_quantize_queries), workspace rows (gather_upconvert) or rows of scores
+            (topk_select).
         kv_layout, num_heads, topk: None where the primitive has none; topk of masked_prefill also where nothing is masked.
         width: tokens of the cache, of a prompt, rows of the workspace or scores of a row that are chosen from; 0 where nothing
             is chosen.
         query_len: query tokens of a row of sparse_decode. head_dims: of masked_prefill, of queries and keys, and of values.
         overlap: percent of a token's indices that the token before it has too; where `Bench.overlaps`.
         scale_format: of FP8 rows, read or written.
+        selection: whose lists, or whose indexer's inputs, are used; None for random ones.
     Raises: InvalidArgument for a size that cannot be made.
     """
 
@@ -92,6 +101,7 @@ class KernelCase:
     scale_format: str = "pow2"
     query_len: int = 1
     head_dims: tuple[int, int] | None = None
+    selection: LayerLists | None = None
 
     def __post_init__(self) -> None:
         where, bench = "KernelCase", _bench(self.primitive)
@@ -109,6 +119,9 @@ class KernelCase:
             object.__setattr__(self, "scale_format", LAYOUTS[self.kv_layout].scale_format_near(self.scale_format))
         if not 0 <= self.overlap <= 100:
             raise InvalidArgument(where, "overlap", got=self.overlap, expected="0 to 100 percent")
+        if self.selection is not None and (not bench.takes or self.query_len > 1):
+            expected = "None: its lists are of one token of a request, of primitives that take some"
+            raise InvalidArgument(where, "selection", got=str(self.selection), expected=expected)
         if bench.width is not None and self.width < (self.topk or 0):
             expected = f"at least topk ({self.topk}): a row's indices are distinct"
             raise InvalidArgument(where, "width", got=self.width, expected=expected)
@@ -132,7 +145,8 @@ class KernelCase:
     def shape(self) -> str:
         """The sizes in words, scales that are not the usual ones behind them; with primitive and layout it names the case."""
         scales = _is_quantized(self.kv_layout) and self.scale_format == "amax"
-        return _bench(self.primitive).shape(self) + (f", {self.scale_format} scales" if scales else "")
+        words = [_bench(self.primitive).shape(self)] + [f"{self.scale_format} scales"] * scales
+        return ", ".join(words + [f"{self.selection}"] * (self.selection is not None))
 
     def __str__(self) -> str:
         return " ".join(word for word in (str(self.primitive), self.kv_layout, self.shape) if word)
@@ -148,9 +162,16 @@ def kernel_cases(
     widths: Sequence[int] | None = None,
     overlaps: Sequence[int] = (0,),
     scale_format: str = "pow2",
+    selections: Selections | None = None,
+    selected_by: Sequence[int] = (),
 ) -> tuple[KernelCase, ...]:
     """Every combination, by primitive (all that are timed where none is named), layout, head count, width and rows; None takes
     what the primitive has by default.
+
+    With `selections` the cases are those of primitives that take lists or an indexer's inputs, once for each layer of
+    `selected_by`: with the file's own rows where these fit `topk`, rows and widths that are asked for, else with lists that are
+    drawn like the layer's. An indexer's inputs are never drawn: what they do not fit is left out, or refused where nothing of a
+    named primitive is left.
 
     A layout that a primitive does not have by default is added where it is asked for. Layouts of another cache
     are passed over, unless that leaves a named primitive without one. Head counts, `topk`, `widths`,
@@ -158,7 +179,8 @@ def kernel_cases(
     Raises: InvalidArgument, as KernelCase.
     """
     found: list[KernelCase] = []
-    for primitive in primitives or timed_primitives():
+    taking = [each for each in primitives or timed_primitives() if selections is None or _bench(each).takes or primitives]
+    for primitive in taking:
         bench = _bench(primitive)
         sizes = rows or bench.rows
         asked = [each for each in layouts if not _is_of_another(each, primitive)] if layouts else bench.layouts
@@ -182,7 +204,66 @@ def kernel_cases(
             found += [KernelCase(primitive, size, num_heads=count, topk=selected) for count in counts for size in sizes]
         else:
             found += [KernelCase(primitive, size, layout, scale_format=scale_format) for layout in asked for size in sizes]
+    if selections is None:
+        return tuple(found)
+    free = ["width"] * (widths is None) + ["num_heads"] * (heads is None)
+    return _with_selections(found, selections, selected_by, primitives, free)
+
+
+def _with_selections(
+    cases: Sequence[KernelCase],
+    selections: Selections,
+    layers: Sequence[int],
+    named: Sequence[Primitive[Any]],
+    free: Collection[str],
+) -> tuple[KernelCase, ...]:
+    """The cases, each once, with the lists or inputs of each layer. free: sizes that may become those of the file."""
+    found: dict[KernelCase, None] = {}
+    unfit: dict[Primitive[Any], InvalidArgument] = {}
+    for case in cases:
+        bench = _bench(case.primitive)
+        if not bench.takes:
+            expected = f"one of {', '.join(each for each in timed_primitives() if _bench(each).takes)}, which take selections"
+            raise InvalidArgument("selections", "primitive", got=case.primitive, expected=expected)
+        if case.topk is None:  # attention to all keys
+            continue
+        for layer in layers:
+            if bench.takes == "index":
+                lists = LayerLists(selections, layer, drawn=False)
+                asked = {name: getattr(case, name) for name in ("width", "num_heads") if name not in free}
+                try:
+                    sizes = lists.index_sizes(case.rows, one_request=case.rows >= CHUNK_ROWS, **asked)
+                except InvalidArgument as error:
+                    unfit[case.primitive] = error
+                else:
+                    sizes = {name: sizes[name] for name in sizes if getattr(case, name) is not None}
+                    found[replace(case, **sizes, selection=lists)] = None
+                continue
+            width = _replayed_width(selections, case, bench.takes, free="width" in free)
+            if bench.takes == "neighbours" and not bench.head_dims and case.rows > (width or case.width):
+                expected = f"at least {case.rows}, the rows: they are tokens of one request, and each sees itself"
+                raise InvalidArgument("selections", "width", got=case.width, expected=expected)
+            lists = LayerLists(selections, layer, drawn=width is None)
+            lists.check(neighbours=bench.takes == "neighbours")
+            found[replace(case, width=width or case.width, selection=lists)] = None
+    for primitive in named:
+        if primitive in unfit and not any(case.primitive is primitive for case in found):
+            raise unfit[primitive]
     return tuple(found)
+
+
+def _replayed_width(selections: Selections, case: KernelCase, takes: str, *, free: bool) -> int | None:
+    """The width of the case with the file's own rows; None where these do not fit it."""
+    if case.topk != selections.topk:
+        return None
+    if takes == "requests":
+        context = int(selections.seen.max())
+        fits = apart(selections, case.rows) is not None and (free or case.width == case.rows * context)
+        return case.rows * context if fits else None
+    if free:
+        found = longest_neighbours(selections, case.rows)
+        return None if found is None else found[1]
+    return None if neighbours(selections, max(1, case.width - case.rows + 1), case.width) is None else case.width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,6 +323,21 @@ class Workshop:
         """The tensors of a case."""
         return _bench(case.primitive).make(self, case)
 
+    def neighbours(self, case: KernelCase, seen: Tensor, batch: int = 1) -> Tensor | None:
+        """[batch, T, K] int32: what tokens select that see `seen` [T] keys, one more each; None where a case is random."""
+        if case.selection is None:
+            return None
+        ends = int(seen[0]), int(seen[-1])
+        drawn: Any = {"device": self.device, "generator": self._generator}
+        return case.selection.of_neighbours(*ends, case.topk or 1, batch=batch, **drawn)
+
+    def of_requests(self, case: KernelCase, context: int) -> Tensor | None:
+        """[rows, K] int32: what a token of each request selects of `context` keys; None where a case is random."""
+        if case.selection is None:
+            return None
+        drawn: Any = {"device": self.device, "generator": self._generator}
+        return case.selection.of_requests(case.rows, context, case.topk or 1, **drawn)
+
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.bfloat16)
 
@@ -275,9 +371,12 @@ class Workshop:
         """[blocks, 64, row] of the indexer's keys, of unit variance."""
         layout = LAYOUTS[case.kv_layout or INDEX_FP8.name]
         drawn = self.normal(min(blocks * BLOCK_SIZE, _DRAWN), layout.key_width)
-        rows = self.packed(layout, drawn, case.scale_format).view(-1, BLOCK_SIZE, layout.row_width)
-        pages = self._paged(layout, rows)
+        pages = self.pages_of(layout, drawn, case.scale_format)
         return pages.repeat(-(-blocks // pages.shape[0]), 1, 1)[:blocks]
+
+    def pages_of(self, layout: CacheLayout, keys: Tensor, scale_format: str) -> Tensor:
+        """[n / 64, 64, row] of the indexer's keys [n, key width] bf16."""
+        return self._paged(layout, self.packed(layout, keys, scale_format).view(-1, BLOCK_SIZE, layout.row_width))
 
     def packed(self, layout: CacheLayout, values: Tensor, scale_format: str) -> Tensor:
         """Keys [n, key width] as rows [n, row width] of a layout in one tensor. Raises: InvalidArgument for another."""

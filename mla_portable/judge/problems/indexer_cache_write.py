@@ -19,7 +19,8 @@ from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_CACHE_WRITE
 
 
-def _scale(key: Tensor, scale_format: str) -> float:
+def scale_of_key(key: Tensor, scale_format: str) -> float:
+    """The scale of 128 numbers of the indexer."""
     share = max(float(key.abs().max()), float(torch.tensor(1e-4))) / 448.0
     return 2.0 ** math.ceil(math.log2(share)) if scale_format == "pow2" else float(float32(torch.tensor(share).double()))
 
@@ -42,7 +43,7 @@ def indexer_cache_write(
         if cache.dtype == torch.bfloat16:
             page[at * width : (at + 1) * width] = keys[token].to(torch.bfloat16)
         else:
-            scale = _scale(keys[token], scale_format)
+            scale = scale_of_key(keys[token], scale_format)
             row = slice(at * INDEX_HEAD_SIZE, (at + 1) * INDEX_HEAD_SIZE)
             page[row] = nearest_code(float32(keys[token] / scale), torch.float8_e4m3fn)
             behind = size * INDEX_HEAD_SIZE + 4 * at

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request, Support
 from mla_portable.judge.problems.base import Problems
-from mla_portable.judge.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.judge.problems.bench import BLOCK_SIZE, CHUNK_ROWS, Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, Tolerance, limit_of
 from mla_portable.judge.problems.indexer_pages import (
     SCORES,
@@ -29,13 +29,11 @@ from mla_portable.judge.problems.indexer_pages import (
 from mla_portable.judge.problems.shapes import accepted, block_sizes, heads, one_storage_each, storages, topks
 from mla_portable.judge.problems.stage import Guarded, Problem, Results, Stage
 from mla_portable.judge.problems.topk_select import in_order, order_of, orders
-from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
+from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS, CacheLayout, index_query_dtype
 from mla_portable.primitives import INDEXER_SELECT
 
 _SHARES: Final = ("none", "whole", "first_of_2", "last_of_8", "middle_of_3", "last_of_2_by_block")
 """Shares that meet every other value; the rest of `indexer_pages.SHARES` has cases of its own."""
-PREFILL_ROWS: Final = 256
-"""From here on the rows of a case that is timed are tokens of one request, else requests of one token."""
 TOLERANCES: Final = {
     ("any", "order"): BITS,
     **{
@@ -241,28 +239,46 @@ def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request
 
 def _shape(case: KernelCase) -> str:
     """The sizes in words."""
-    kind = "T" if case.rows >= PREFILL_ROWS else "batch"
+    kind = "T" if case.rows >= CHUNK_ROWS else "batch"
     return f"{kind} {case.rows}, context {case.width}, H {case.num_heads}, K {case.topk}"
+
+
+def _inputs(workshop: Workshop, case: KernelCase, layout: CacheLayout, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, weights, pages and seq_lens of requests, whose pages `table` names: random, or a model's; each has all keys."""
+    tokens, requests, dtype = case.rows, table.shape[0], index_query_dtype(layout)
+    if case.selection is None:
+        pages, heads = workshop.index_pages(case, table.numel()), case.num_heads or 1
+        q, weights = workshop.normal(tokens, heads, INDEX_HEAD_SIZE).to(dtype), workshop.normal(tokens, heads).float()
+        return q, weights, pages, torch.full((requests,), case.width, device=workshop.device, dtype=torch.int32)
+    index = case.selection.index_inputs(tokens, one_request=requests == 1 < tokens, device=workshop.device)
+    keys = torch.nn.functional.pad(index.keys, (0, 0, 0, table.shape[1] * BLOCK_SIZE - len(index.keys)))
+    own = workshop.pages_of(layout, keys, case.scale_format)
+    pages = torch.empty((table.numel(), *own.shape[1:]), dtype=own.dtype, device=own.device)
+    pages[table.long().flatten()] = own.repeat(requests, 1, 1)
+    seq_lens = index.seen if requests == tokens else index.seen[-1:]
+    if dtype.itemsize > 1:
+        return index.queries.to(dtype), index.weights, pages, seq_lens
+    scale = index.queries.float().abs().amax(dim=2, keepdim=True).clamp(min=1e-10) / torch.finfo(dtype).max
+    return (index.queries.float() / scale).to(dtype), index.weights * scale.squeeze(2), pages, seq_lens
 
 
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     """A case of indexer_select."""
     layout, device = LAYOUTS[case.kv_layout or INDEX_FP8.name], workshop.device
     tokens, heads, topk, context = case.rows, case.num_heads or 1, case.topk or 1, case.width
-    requests = 1 if tokens >= PREFILL_ROWS else tokens
+    requests = 1 if tokens >= CHUNK_ROWS else tokens
     columns = -(-context // BLOCK_SIZE)
-    index_cache = workshop.index_pages(case, requests * columns)
     int32 = torch.int32
     single = torch.tensor([0, tokens], device=device, dtype=int32)
-    q, weights = workshop.normal(tokens, heads, INDEX_HEAD_SIZE).to(index_query_dtype(layout)), workshop.normal(tokens, heads)
     table = workshop.permutation(requests * columns).view(requests, columns).to(int32)
+    q, weights, index_cache, seq_lens = _inputs(workshop, case, layout, table)
     out = workshop.empty(tokens, topk, dtype=int32)
     arguments = {
         "q": q,
-        "weights": weights.float(),
+        "weights": weights,
         "index_cache": index_cache,
         "query_start_loc": single if requests == 1 else torch.arange(tokens + 1, device=device, dtype=int32),
-        "seq_lens": torch.full((requests,), context, device=device, dtype=int32),
+        "seq_lens": seq_lens,
         "block_table": table,
         "topk": topk,
         "out": out,
@@ -274,18 +290,18 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         """[n, N] float64: each judged token as a request of its own; what the sums add."""
         count = judged.shape[0]
         owner = judged if requests > 1 else torch.zeros_like(judged)
-        own = torch.full_like(judged, context) if requests > 1 else context - (tokens - 1 - judged)
+        own = seq_lens[judged].long() if requests > 1 else context - (tokens - 1 - judged)
         starts = torch.arange(count + 1, dtype=int32)
-        pages = q[judged], weights[judged].float(), index_cache, starts, own, table[owner]
+        pages = q[judged], weights[judged], index_cache, starts, own, table[owner]
         return scored(*pages, columns * BLOCK_SIZE, kv_layout=layout.name)
 
     def judge(results: Results) -> Iterator[Finding]:
         expected = dict[str, Tensor](zip(("out", "terms"), wanted(), strict=True))
         yield from findings(format_of(q), {"out": results["out"][judged]}, expected, ordered=False)
 
-    seen = tokens * context - (tokens * (tokens - 1) // 2 if requests == 1 else 0)
+    seen = tokens * context - tokens * (tokens - 1) // 2 if requests == 1 else int(seq_lens.sum())
     flops = 2 * heads * INDEX_HEAD_SIZE * seen
-    moved = requests * context * layout.row_bytes + q.nbytes + out.nbytes
+    moved = int(seq_lens.sum()) * layout.row_bytes + q.nbytes + out.nbytes
     request = workshop.request(case, block_size=BLOCK_SIZE, whole_tables=True, ordered=False)  # as engines ask
     # matrix units multiply e4m3 twice as fast as the bfloat16 that the roofline bound is measured with
     flops = flops // 2 if layout.is_quantized else flops
@@ -309,5 +325,6 @@ PROBLEMS: Final = Problems(
         make=_make,
         shape=_shape,
         width=lambda rows, topk: 32_768,
+        takes="index",
     ),
 )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -121,7 +121,7 @@ def selected_keys(words: Tensor) -> Tensor:
 
 def words_of(bits: Tensor) -> Tensor:
     """[T, W] int32 from bits [T, 32 W]."""
-    values = bits.view(bits.shape[0], bits.shape[1] // 32, 32).double() @ 2.0 ** torch.arange(
+    values = bits.reshape(bits.shape[0], bits.shape[1] // 32, 32).double() @ 2.0 ** torch.arange(
         32, dtype=torch.float64, device=bits.device
     )
     unsigned = values.long()
@@ -349,6 +349,20 @@ def _drawn(workshop: Workshop, seen: Tensor, width: int, topk: int) -> Tensor:
     return words
 
 
+def _words(workshop: Workshop, case: KernelCase, lengths: Sequence[int], seen: Tensor) -> Tensor:
+    """[T, W] words of the prompts' selections: random, or a model's."""
+    if case.selection is None:
+        return _drawn(workshop, seen, case.width, case.topk or 1)
+    words, columns = list[Tensor](), 32 * -(-case.width // 32)
+    for length in lengths:
+        lists = workshop.neighbours(case, torch.arange(case.width - length + 1, case.width + 1))
+        assert lists is not None
+        for some in lists[0].split(1024):
+            bits = torch.zeros((len(some), columns + 1), dtype=torch.bool, device=workshop.device)  # absent ones go last
+            words.append(words_of(bits.scatter_(1, some.long().masked_fill(some < 0, columns), True)[:, :columns]))
+    return torch.cat(words)
+
+
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     """A case that is timed: prompts of `width` tokens; a token selects about K of those before it, or all of them."""
     (qk_dim, v_dim), device, heads, width = case.head_dims or DIMS[0], workshop.device, case.num_heads or 1, case.width
@@ -361,7 +375,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     seen = torch.cat(
         [torch.arange(width - length + 1, width + 1) for length in lengths]
     )  # [T] keys before a token, and its own
-    words = None if case.topk is None else _drawn(workshop, seen, width, case.topk)
+    words = None if case.topk is None else _words(workshop, case, lengths, seen)
     out = workshop.empty(case.rows, heads, v_dim, dtype=torch.bfloat16)
     lse = workshop.empty(case.rows, heads, dtype=torch.float32)
     arguments: dict[str, Any] = {
@@ -434,5 +448,6 @@ PROBLEMS: Final = Problems(
         width=lambda rows, topk: rows,
         widths=(2_048, 8_192),
         head_dims=DIMS[:2],
+        takes="neighbours",
     ),
 )

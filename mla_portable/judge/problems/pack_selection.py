@@ -156,17 +156,9 @@ def _of_request(request: Request, name: str) -> PackSelectionParams:
 
 
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
-    """A case that is timed: distinct positions, ascending."""
-    topk = case.topk or 1
-    chosen = torch.cat(  # 1,024 rows at a time, for their scores
-        [
-            workshop.scores(min(1024, case.rows - begin), case.width)
-            .topk(topk, dim=1)
-            .indices.sort(dim=1)
-            .values.to(torch.int32)
-            for begin in range(0, case.rows, 1024)
-        ]
-    )
+    """A case that is timed: distinct positions, ascending; or those of a prompt's last tokens, as an indexer lists them."""
+    lists = workshop.neighbours(case, torch.arange(case.width - case.rows + 1, case.width + 1))
+    chosen = _drawn(workshop, case) if lists is None else lists[0]
     out = workshop.empty(case.rows, -(-case.width // 32), dtype=torch.int32)
     judged = spread(case.rows, workshop.check_rows, workshop.device)
 
@@ -180,6 +172,13 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     arguments = {"topk_indices": chosen, "width": case.width, "out": out}
     moved = chosen.nbytes + out.nbytes
     return BenchProblem(case, workshop.request(case), arguments, 1, {"out": out}, moved, 0, judge)
+
+
+def _drawn(workshop: Workshop, case: KernelCase) -> Tensor:
+    """[T, K] int32, 1,024 rows at a time, for their scores."""
+    parts = (min(1024, case.rows - begin) for begin in range(0, case.rows, 1024))
+    drawn = (workshop.scores(rows, case.width).topk(case.topk or 1, dim=1).indices.sort(dim=1).values for rows in parts)
+    return torch.cat([each.to(torch.int32) for each in drawn])
 
 
 PROBLEMS: Final = Problems(
@@ -198,5 +197,6 @@ PROBLEMS: Final = Problems(
         make=_make,
         shape=lambda case: f"T {case.rows}, K {case.topk}, width {case.width}",
         width=lambda rows, topk: max(rows, topk),
+        takes="neighbours",
     ),
 )

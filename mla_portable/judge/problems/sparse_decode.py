@@ -54,5 +54,6 @@ PROBLEMS: Final = Problems(
         make=make_attention,
         shape=_shape,
         width=_width,
+        takes="requests",
     ),
 )

@@ -47,5 +47,6 @@ PROBLEMS: Final = Problems(
         shape=_shape,
         width=_width,
         overlaps=True,
+        takes="neighbours",
     ),
 )

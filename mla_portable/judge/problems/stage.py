@@ -167,7 +167,7 @@ class Problem:
             if not isinstance(returned, (tuple, list)) or len(cast(Any, returned)) != len(names):
                 return f"returned {_kind(returned)}, expected ({', '.join(names)})"
             values = tuple(cast(Any, returned))
-        first = next(iter(self.args.values()))
+        first = next(each for each in self.args.values() if each is not None)
         device = (first[0] if isinstance(first, tuple) else first).device
         found: Results = {}
         for name, value in zip(names, values, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
 from mla_portable.judge.problems.base import STRENGTH, Params, Problems
-from mla_portable.judge.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.judge.problems.bench import CHUNK_ROWS, Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.judge.problems.compare import BITS, Finding, same_bits
 from mla_portable.judge.problems.draw import generator
 from mla_portable.judge.problems.exact import INT32_MAX, INT32_MIN
@@ -191,12 +191,25 @@ def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request
     yield "holes", request.but(ordered=support.ordered)
 
 
+def _scores(workshop: Workshop, case: KernelCase) -> tuple[Tensor, Tensor]:
+    """[T, N] float32, and the ends of rows [T] int32."""
+    if case.selection is None:
+        logits = workshop.scores(case.rows, case.width).mul_(2).sub_(1).erfinv_()
+        return logits, torch.full((case.rows,), case.width, dtype=torch.int32, device=workshop.device)
+    index = case.selection.index_inputs(case.rows, one_request=case.rows >= CHUNK_ROWS, device=workshop.device)
+    keys = index.keys.float()
+    rows = [weights @ (queries.float() @ keys.T).relu() for queries, weights in zip(index.queries, index.weights, strict=True)]
+    return torch.stack(rows), index.seen
+
+
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
-    """A case that is timed: rows searched from end to end, of float32 scores of unit variance that are hardly ever equal."""
+    """A case that is timed: rows searched from end to end, of float32 scores of unit variance that are hardly ever equal.
+
+    With an indexer's inputs rows hold its scores, in float32, and end where the token's keys do.
+    """
     device, topk = workshop.device, case.topk or 1
-    logits = workshop.scores(case.rows, case.width).mul_(2).sub_(1).erfinv_()
-    starts = torch.zeros(case.rows, dtype=torch.int32, device=device)
-    ends = torch.full_like(starts, case.width)
+    logits, ends = _scores(workshop, case)
+    starts = torch.zeros_like(ends)
     out = workshop.empty(case.rows, topk, dtype=torch.int32)
     arguments = {"logits": logits, "row_starts": starts, "row_ends": ends, "topk": topk, "out": out}
     judged = spread(case.rows, workshop.check_rows, device)
@@ -228,5 +241,6 @@ PROBLEMS: Final = Problems(
         make=_make,
         shape=lambda case: f"T {case.rows}, N {case.width}, K {case.topk}",
         width=lambda rows, topk: 32_768,
+        takes="index",
     ),
 )

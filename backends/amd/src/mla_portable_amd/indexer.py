@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Request
+from mla_portable.kit.parameters import parameter_names
 from mla_portable.layouts import CacheLayout
 from mla_portable_amd.layouts import pages_of
-from mla_portable_amd.library import Op, parameter_names
+from mla_portable_amd.library import Op
 
 HEADS: Final = (32, 64)
 """Those of AITER's own tests. The paged kernel deals q out to threads by 32 heads."""

@@ -6,13 +6,13 @@ Nothing of AITER is imported before a device of AMD is there: its import compile
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
 from mla_portable.contracts import Reason
+from mla_portable.kit.parameters import parameter_names
 
 Op = Callable[..., Any]
 """One of AITER's operations."""
@@ -67,14 +67,3 @@ class Place:
 
 class NotFound(Exception):
     """AITER, or an operation of it, is not here; the text says where it was looked for."""
-
-
-def parameter_names(op: Op) -> tuple[str, ...] | None:
-    """The names of an operation's parameters in order; None where it does not tell, or takes anything."""
-    try:
-        parameters = inspect.signature(op).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
-        return None
-    return tuple(each.name for each in parameters)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from mla_portable.contracts import Reason
+from mla_portable.kit.parameters import parameter_names
 
 Op = Callable[..., Any]
 """One of the vendor's operations."""
@@ -66,9 +67,3 @@ class Place:
         names = parameter_names(op)
         if names is not None and (absent := [each for each in self.keywords if each not in names]):
             yield Reason("calling convention", str(self), f"takes no {', '.join(absent)}", remedy)
-
-
-def parameter_names(op: Op) -> tuple[str, ...] | None:
-    """The names of an operator's parameters in order; None where it has no schema to read."""
-    schema = getattr(getattr(op, "default", op), "_schema", None)
-    return None if schema is None else tuple(argument.name for argument in schema.arguments)

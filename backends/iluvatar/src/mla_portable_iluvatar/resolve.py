@@ -8,7 +8,6 @@ hundred times slower. Values cannot tell, so Python's profile hook notes the fun
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from mla_portable.contracts import Reason
+from mla_portable.kit.parameters import parameter_names
 
 Op = Callable[..., Any]
 """A vendor's op, of one of the calling conventions that the adapters know."""
@@ -85,20 +85,6 @@ def _module_or_attribute(name: str) -> Any:
         if not hasattr(container, last):
             raise
         return getattr(container, last)
-
-
-def parameter_names(op: Op) -> tuple[str, ...] | None:
-    """The names of an op's parameters in order; None where it does not tell, or takes anything."""
-    schema = getattr(op, "_schema", None)
-    if schema is not None and hasattr(schema, "arguments"):
-        return tuple(argument.name for argument in schema.arguments)
-    try:
-        parameters = inspect.signature(op).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        return None
-    return tuple(p.name for p in parameters)
 
 
 def twins_called(call: Callable[[], object]) -> tuple[str, ...]:

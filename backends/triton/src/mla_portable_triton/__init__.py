@@ -27,12 +27,15 @@ from mla_portable.primitives import (
     GATHER_UPCONVERT,
     INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_BLOCKS,
     INDEXER_LOGITS_RAGGED,
     INDEXER_SELECT,
     MASKED_PREFILL,
     MERGE_STATES,
+    NORM_ROPE_WRITE,
     PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
+    ROPE_QUANTIZE_QUERIES,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -49,10 +52,12 @@ from mla_portable_triton.bind_data import (
 from mla_portable_triton.bind_indexer import (
     bind_indexer_cache_write,
     bind_indexer_logits,
+    bind_indexer_logits_blocks,
     bind_indexer_logits_ragged,
     bind_indexer_select,
     bind_topk_select,
 )
+from mla_portable_triton.bind_projections import bind_norm_rope_write, bind_rope_quantize_queries
 from mla_portable_triton.bind_prompts import bind_concat_mla_k, bind_masked_prefill, bind_pack_selection
 from mla_portable_triton.support import NAME, SUPPORT, check, check_triton_3
 
@@ -61,7 +66,10 @@ __all__ = ["NAME", "mla_portable_register"]
 _PREFERENCE: Final = 50.0
 _PACKAGE: Final = "mla_portable_triton"
 
-_TRITON_3: Final = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, TOPK_SELECT, INDEXER_SELECT, PACK_SELECTION, MASKED_PREFILL)
+_TRITON_3: Final = (
+    *(INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_LOGITS_BLOCKS, TOPK_SELECT, INDEXER_SELECT),
+    *(PACK_SELECTION, MASKED_PREFILL),
+)
 """Primitives whose kernels are pipelined by `tl.range`, or have tensors without an axis."""
 
 
@@ -94,11 +102,14 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(INDEXER_CACHE_WRITE, bind_indexer_cache_write))
     registrar.add(_offer(INDEXER_LOGITS, bind_indexer_logits))
     registrar.add(_offer(INDEXER_LOGITS_RAGGED, bind_indexer_logits_ragged))
+    registrar.add(_offer(INDEXER_LOGITS_BLOCKS, bind_indexer_logits_blocks))
     registrar.add(_offer(TOPK_SELECT, bind_topk_select))
     registrar.add(_offer(INDEXER_SELECT, bind_indexer_select))
     registrar.add(_offer(PACK_SELECTION, bind_pack_selection))
     registrar.add(_offer(CONCAT_MLA_K, bind_concat_mla_k))
     registrar.add(_offer(MASKED_PREFILL, bind_masked_prefill))
+    registrar.add(_offer(NORM_ROPE_WRITE, bind_norm_rope_write))
+    registrar.add(_offer(ROPE_QUANTIZE_QUERIES, bind_rope_quantize_queries))
     registrar.add_costs(resources.files(_PACKAGE) / "costs")
     registrar.add_tunables(_tunables)
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from mla_portable.contracts import DeviceFacts
 from mla_portable.kit.split_kv import ProgramShape
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, LAYOUTS
+from mla_portable.layouts import BF16, BF16_128_32, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, LAYOUTS
 
 _SYSTEM_BYTES: Final = 1 << 10
 """Shared memory of each thread block that the system takes."""
@@ -66,9 +66,12 @@ _CDNA_V4: Rows = ((16, _CDNA_16),)  # a tile of 32 heads spills 1,072 to 1,372 b
 
 
 def _layouts(fp8: Rows, bf16: Rows, v4: Rows | None = None) -> Mapping[str, Rows]:
-    """Rows without a rotary part are cut like those with one, and those of V4 like other FP8 rows where `v4` is None."""
+    """Rows without a rotary part are cut like those with one, and those of V4 like other FP8 rows where `v4` is None.
+
+    Narrow BF16 rows are cut like wide ones, of which they take a part of the memory: untuned.
+    """
     coded = {FP8_DS_MLA.name: fp8, FP8_NOPE.name: fp8, FP8_V4.name: v4 or fp8}
-    return {**coded, BF16.name: bf16, BF16_NOPE.name: bf16}
+    return {**coded, BF16.name: bf16, BF16_NOPE.name: bf16, BF16_128_32.name: bf16}
 
 
 _99_KIB: Final = _layouts(

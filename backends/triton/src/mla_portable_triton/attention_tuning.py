@@ -15,7 +15,7 @@ from dataclasses import asdict, astuple, fields
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Request
-from mla_portable.layouts import BF16
+from mla_portable.layouts import BF16, LAYOUTS
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config, shared_memory
 from mla_portable_triton.support import NAME
 from mla_portable_triton.tile_rows import tile_arch
@@ -25,7 +25,7 @@ _MOST: Final = 24
 _NUM_STAGES: Final = (1, 2, 3)
 """One less is how many steps ahead rows are copied; with 2 there is one buffer, which is copied to between two steps."""
 _ACCUMULATORS: Final = 128
-"""Registers of a thread that [block_h, 512] float32 may take; with 256 every kernel spills."""
+"""Registers of a thread that [block_h, value width] float32 may take; with 256 every kernel spills."""
 _TALLEST: Final = 64
 _LEAST_TILE: Final = 16
 _MOST_THREADS: Final = 1024
@@ -74,7 +74,7 @@ def _grid(device: DeviceFacts, kv_layout: str, num_heads: int) -> list[Attention
     return [
         AttentionConfig(height, width, warps, stages)
         for height, width, warps, stages in itertools.product(heights, (16, 32, 64), (4, 8), _NUM_STAGES)
-        if height * 512 <= _ACCUMULATORS * warps * device.warp_size
+        if height * LAYOUTS[kv_layout].value_width <= _ACCUMULATORS * warps * device.warp_size
     ]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, Request
 from mla_portable.kit.results import attention_results
 from mla_portable.kit.split_kv import SplitSchedule, split_kv
-from mla_portable.layouts import KV_LORA_RANK
+from mla_portable.layouts import BF16, LAYOUTS
 from mla_portable.primitives import MergeStates, SparseDecode, SparsePrefill
 from mla_portable_triton.attention_configs import program_shape
 from mla_portable_triton.attention_tuning import bound_config
@@ -43,6 +43,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
     config = bound_config(request)
     program = program_shape(config, request.kv_layout, device)
     num_sms = 0 if request.batch_invariant else device.num_sms  # 0: rows stay whole, however few they are
+    value_width = LAYOUTS[request.kv_layout or BF16.name].value_width
     fp8, bf16_native = _fp8(request), _bf16_native()
 
     def sparse_decode(
@@ -72,7 +73,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
                 num_sms=num_sms,
                 program=program,
             )
-            schedule = _new_schedule(num_rows, num_heads, topk, num_splits, q.device)
+            schedule = _new_schedule(num_rows, num_heads, topk, num_splits, value_width, q.device)
         cut = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
         results, result_lses = out, lse_out
         if cut.num_splits > 1:
@@ -103,11 +104,13 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
     return sparse_decode
 
 
-def _new_schedule(num_rows: int, num_heads: int, topk: int, num_splits: int, device: torch.device) -> SplitSchedule:
+def _new_schedule(
+    num_rows: int, num_heads: int, topk: int, num_splits: int, value_width: int, device: torch.device
+) -> SplitSchedule:
     """A schedule for one call, with scratch where it splits."""
     partial_out = partial_lse = None
     if num_splits > 1:
-        partial_out = torch.empty((num_splits, num_rows, num_heads, KV_LORA_RANK), dtype=torch.float32, device=device)
+        partial_out = torch.empty((num_splits, num_rows, num_heads, value_width), dtype=torch.float32, device=device)
         partial_lse = torch.empty((num_splits, num_rows, num_heads), dtype=torch.float32, device=device)
     return SplitSchedule(num_rows, num_heads, topk, num_splits, partial_out, partial_lse)
 

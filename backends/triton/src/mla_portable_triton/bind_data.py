@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument, Request
 from mla_portable.contracts.share import WHOLE, ContextShare
+from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
 from mla_portable.primitives import CacheWrite, ConvertIndices, GatherUpconvert, QuantizePerTensor
 from mla_portable_triton.support import interpreter_is_on
 
@@ -101,6 +102,7 @@ def bind_gather_upconvert(request: Request) -> GatherUpconvert:
     config = kernel.config_for(kernel.CONFIGS, request.device.arch)
     bf16_native = not interpreter_is_on()
     e4m3_native = bf16_native and request.device.has_fp8_conversion
+    latent = KV_LORA_RANK if request.kv_layout is None else LAYOUTS[request.kv_layout].value_width
 
     def gather_upconvert(
         kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
@@ -111,6 +113,7 @@ def bind_gather_upconvert(request: Request) -> GatherUpconvert:
             block_table,
             seq_lens,
             workspace_starts,
+            latent=latent,
             e4m3_native=e4m3_native,
             bf16_native=bf16_native,
             config=config,

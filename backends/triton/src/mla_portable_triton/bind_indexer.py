@@ -15,6 +15,7 @@ from mla_portable.primitives import (
     TOPK_SELECT,
     IndexerCacheWrite,
     IndexerLogits,
+    IndexerLogitsBlocks,
     IndexerLogitsRagged,
     IndexerSelect,
     SelectInParts,
@@ -95,6 +96,44 @@ def bind_indexer_logits_ragged(request: Request[IndexerLogitsRagged]) -> Indexer
         return out
 
     return indexer_logits_ragged
+
+
+def bind_indexer_logits_blocks(request: Request[IndexerLogitsBlocks]) -> IndexerLogitsBlocks:
+    """indexer_logits_blocks for up to 128 heads; graph-safe."""
+    from mla_portable_triton.kernels import indexer_logits_blocks as kernel
+
+    config, hardware = kernel.config_for(kernel.CONFIGS, request.device.arch), not interpreter_is_on()
+    e4m3_native = hardware and request.device.has_fp8_conversion
+
+    def indexer_logits_blocks(
+        q: Tensor,
+        q_scales: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        key_scales: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        *,
+        block_tokens: int,
+        out: Tensor,
+    ) -> Tensor:
+        kernel.launch(
+            out,
+            q,
+            q_scales,
+            weights,
+            keys,
+            key_scales,
+            starts,
+            lengths,
+            block_tokens=block_tokens,
+            e4m3_native=e4m3_native,
+            bf16_native=hardware,
+            config=config,
+        )
+        return out
+
+    return indexer_logits_blocks
 
 
 def bind_topk_select(request: Request[TopkSelect]) -> TopkSelect:

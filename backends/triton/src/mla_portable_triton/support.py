@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from mla_portable.accelerator import is_device_error
 from mla_portable.contracts import DeviceFacts, Primitive, Reason, Support
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, INDEX_BF16, INDEX_FP8
+from mla_portable.layouts import BF16, BF16_128_32, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, INDEX_BF16, INDEX_FP8
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONCAT_MLA_K,
@@ -25,12 +25,15 @@ from mla_portable.primitives import (
     GATHER_UPCONVERT,
     INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_BLOCKS,
     INDEXER_LOGITS_RAGGED,
     INDEXER_SELECT,
     MASKED_PREFILL,
     MERGE_STATES,
+    NORM_ROPE_WRITE,
     PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
+    ROPE_QUANTIZE_QUERIES,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -48,7 +51,7 @@ _ATTENTION_SHARED_MEMORY: Final = 48 << 10
 """Bytes: what the smallest attention configuration (`attention_configs`) and the indexer's tile keep within."""
 
 
-_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_NOPE.name, FP8_V4.name)
+_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_NOPE.name, FP8_V4.name, BF16_128_32.name)
 _INDEX: Final = (INDEX_BF16.name, INDEX_FP8.name)
 
 
@@ -91,7 +94,12 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     INDEXER_CACHE_WRITE: _support("indexer_cache_write", kv_layouts=_INDEX),
     INDEXER_LOGITS: _support("indexer_logits", **_SCORES),
     INDEXER_LOGITS_RAGGED: _support("indexer_logits_ragged", **_SCORES),
+    INDEXER_LOGITS_BLOCKS: _support(
+        "indexer_logits_blocks", kv_layouts=(), max_heads=128, min_shared_memory=_ATTENTION_SHARED_MEMORY
+    ),
     INDEXER_SELECT: _support("indexer_select", **_SCORES, context_parallel=True),
+    NORM_ROPE_WRITE: _support("norm_rope_write", kv_layouts=(*_LAYOUTS, *_INDEX), ends_in_order=True),
+    ROPE_QUANTIZE_QUERIES: _support("rope_quantize_queries", kv_layouts=(), ends_in_order=True),
 }
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_128_32, BF16_NOPE, FP8_DS_MLA, FP8_NOPE, FP8_V4
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16
 from mla_portable_triton.kernels.config import Config, config_for
@@ -30,7 +30,6 @@ from mla_portable_triton.kernels.row_layout import (
     FP8_ROWS,
     GROUP,
     GROUPS,
-    LATENT,
     ROPE_BYTE,
     SCALE_BYTE,
     V4_CODES,
@@ -81,6 +80,7 @@ def gather_upconvert_kernel(
     num_rows,
     CACHE_BLOCK: tl.constexpr,
     ROPE: tl.constexpr,  # width of the rotary part; 0: there is none
+    LATENT: tl.constexpr,  # width of the latent: 512, of BF16_ROWS also 128
     ROWS: tl.constexpr,  # the layout, see `row_layout`
     E4M3_NATIVE: tl.constexpr,
     BF16_NATIVE: tl.constexpr,
@@ -151,11 +151,12 @@ def launch(
     seq_lens: Tensor,
     workspace_starts: Tensor,
     *,
+    latent: int,
     e4m3_native: bool,
     bf16_native: bool,
     config: Config,
 ) -> None:
-    """Write the rows of `out` [W, 512 + ROPE] that requests own. Graph-safe.
+    """Write the rows of `out` [W, latent + ROPE] that requests own. Graph-safe.
 
     Blocks of the cache and rows of `block_table` may lie apart; everything else is contiguous.
     """
@@ -177,7 +178,8 @@ def launch(
         num_requests,
         num_rows,
         CACHE_BLOCK=kv_cache.shape[1],
-        ROPE=out.shape[1] - KV_LORA_RANK,
+        ROPE=out.shape[1] - latent,
+        LATENT=latent,
         ROWS=rows_of(kv_cache.element_size(), kv_cache.shape[2]),
         E4M3_NATIVE=e4m3_native,
         BF16_NATIVE=bf16_native,
@@ -203,11 +205,12 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
             start_ptr="*i32",
             CACHE_BLOCK=64,
             ROPE=layout.rope_width,
+            LATENT=layout.value_width,
             ROWS=rows_of_layout(layout),
             E4M3_NATIVE=e4m3_native,
             BF16_NATIVE=True,
             BLOCK_R=config.tile,
             BLOCK_P=REQUEST_TILE,
         )
-        for layout in (FP8_DS_MLA, FP8_NOPE, FP8_V4, BF16, BF16_NOPE)
+        for layout in (FP8_DS_MLA, FP8_NOPE, FP8_V4, BF16, BF16_NOPE, BF16_128_32)
     ]

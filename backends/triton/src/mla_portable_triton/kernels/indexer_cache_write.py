@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """indexer_cache_write: the indexer's keys of new tokens -> its pages, e4m3 with a scale for each token, or plain bfloat16.
 
-scale     of max(amax, 1e-4), where amax is a token's largest magnitude, as of `cache_write`: amax / 448, or the power of two
-          that is not below it
-key       e4m3(x / scale), to nearest even, saturating
-page      block_size * 128 bytes, then block_size float32 scales
-skipped   slot < 0, or past the cache
+`cache_rows` says what a page is made of.
 """
 
 from __future__ import annotations
@@ -17,16 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.kit.triton_launcher import TritonLauncher, at_any_address
-from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, INDEX_LEAST_AMAX
+from mla_portable.layouts import INDEX_FP8
 from mla_portable_triton.aot import AotVariant, variant
-from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
-from mla_portable_triton.kernels.cache_write import in_whole_vectors, scaled_tile
+from mla_portable_triton.kernels.bfloat16 import to_float32
+from mla_portable_triton.kernels.cache_rows import (
+    KEY,
+    LEAST_INDEX_AMAX,
+    as_cached,
+    in_whole_vectors,
+    magnitude_bits,
+    scaled_tile,
+)
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
 
 CONFIGS: Final = {"default": Config(tile=16, num_warps=4)}  # tile: tokens; untuned
-KEY = tl.constexpr(INDEX_HEAD_SIZE)
-_LEAST_AMAX = tl.constexpr(INDEX_LEAST_AMAX)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks"], **at_any_address("slot_ptr"))
@@ -47,15 +48,13 @@ def index_write_kernel(
     row = (page + at * KEY)[:, None] + d  # [BLOCK_T, 128] pointers
     if FP8:
         key = to_float32(key, BF16_NATIVE)
-        amax_bits = tl.max(key.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [BLOCK_T]
-        least = tl.full([BLOCK_T], _LEAST_AMAX, tl.float32).to(tl.int32, bitcast=True)
+        amax_bits = magnitude_bits(key)  # [BLOCK_T]
+        least = tl.full([BLOCK_T], LEAST_INDEX_AMAX, tl.float32).to(tl.int32, bitcast=True)
         scaled, scale = scaled_tile(key, tl.maximum(amax_bits, least), POW2)
         tl.store(row, e4m3_encode(scaled, E4M3_NATIVE), mask=written[:, None])
         tl.store((page + CACHE_BLOCK * KEY).to(tl.pointer_type(tl.float32)) + at, scale, mask=written)
     else:
-        if key.dtype != tl.bfloat16:
-            key = to_bfloat16(to_float32(key, BF16_NATIVE), BF16_NATIVE)
-        tl.store(row, key, mask=written[:, None])
+        tl.store(row, as_cached(key, BF16_NATIVE), mask=written[:, None])
 
 
 _launch = TritonLauncher(index_write_kernel)

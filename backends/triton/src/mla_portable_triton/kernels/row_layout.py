@@ -5,12 +5,13 @@ A kernel takes ROWS, one of BF16_ROWS, FP8_ROWS and V4_ROWS (`rows_of`), and ask
 
 | ROWS | a row | value |
 |---|---|---|
-| BF16_ROWS | LATENT bfloat16, ROPE bfloat16 | the first LATENT |
-| FP8_ROWS | LATENT e4m3, GROUPS float32 scales of GROUP columns each, ROPE bfloat16 or none | the first LATENT |
+| BF16_ROWS | LATENT bfloat16, ROPE bfloat16 or none | the first LATENT |
+| FP8_ROWS | 512 e4m3, GROUPS float32 scales of GROUP columns each, ROPE bfloat16 or none | the first 512 |
 | V4_ROWS | V4_CODES e4m3, V4_TAIL bfloat16; 7 e8m0 scales of V4_GROUP columns each behind the rows of the block | all |
 
-ROPE, the width of the rotary part, 0 where a layout has none, is a parameter of kernels too. SCALE_BYTE and ROPE_BYTE place
-things in a row of FP8_ROWS, which ends with its rotary part; V4_ROW_BYTES and V4_SCALE_BYTES in a block of V4_ROWS.
+LATENT, the width of the latent, and ROPE, that of the rotary part, 0 where a layout has none, are parameters of kernels too.
+SCALE_BYTE and ROPE_BYTE place things in a row of FP8_ROWS, which ends with its rotary part; V4_ROW_BYTES and V4_SCALE_BYTES in
+a block of V4_ROWS.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from mla_portable.layouts import V4_ROW_BYTES as _V4_ROW_BYTES
 from mla_portable.layouts import V4_SCALE_BYTES as _V4_SCALE_BYTES
 from mla_portable.layouts import V4_SCALE_GROUP as _V4_SCALE_GROUP
 
-LATENT = tl.constexpr(KV_LORA_RANK)
 GROUP = tl.constexpr(SCALE_GROUP)
 GROUPS = tl.constexpr(KV_LORA_RANK // SCALE_GROUP)
 SCALE_BYTE = tl.constexpr(FP8_DS_MLA.scale_offset)

@@ -18,8 +18,8 @@ for another load of the same step has no buffer before its turn.
 Absence: an index that is negative, not below `num_slots` or past `lengths` loads zeros (never the row's bytes, which may
 be NaN) and scores -inf. The maximum starts at a finite value below any score, so that no -inf meets another.
 
-Cost of a row: K times 656 B (FP8), 528 B (fp8_nope), 584 B (fp8_v4), 1152 B (bf16) or 1024 B (bf16 without a rotary part) from
-memory once for each head tile, 2 * H * K * (1024 + ROPE) flops.
+Cost of a row: K times 656 B (FP8), 528 B (fp8_nope), 584 B (fp8_v4), 1152 B (bf16), 1024 B (bf16 without a rotary part) or
+320 B (bf16_128_32) from memory once for each head tile, 2 * H * K * (2 * LATENT + ROPE) flops.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ from mla_portable_triton.kernels.attention_parts import (
 from mla_portable_triton.kernels.bfloat16 import dot_operand
 from mla_portable_triton.kernels.coded_products import fp8_constants
 from mla_portable_triton.kernels.coded_rows import CONSTANTS as CODED_ROWS
-from mla_portable_triton.kernels.row_layout import LATENT, V4_ROW_BYTES, V4_ROWS, rows_of, rows_of_layout
+from mla_portable_triton.kernels.row_layout import V4_ROW_BYTES, V4_ROWS, rows_of, rows_of_layout
 from mla_portable_triton.kernels.sparse_attention_fp8 import sparse_attention_fp8_kernel
 from mla_portable_triton.kernels.strides import stride_unit
 
@@ -105,6 +105,7 @@ def sparse_attention_kernel(
     EXTRA_STRIDE: tl.constexpr,  # as BLOCK_STRIDE
     STRIDE_UNIT: tl.constexpr,
     ROPE: tl.constexpr,  # width of the rotary part; 0: there is none
+    LATENT: tl.constexpr,  # width of the latent, 512 or 128
     IS_SPLIT: tl.constexpr,  # write a part for merge_states: float32, lse in base 2, no sink
     BF16_NATIVE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -123,9 +124,10 @@ def sparse_attention_kernel(
     q_rows = q_ptr + (b * q_stride_b + s * q_stride_s) * STRIDE_UNIT
     q_rows += h[:, None] * (q_stride_h.to(tl.int64) * STRIDE_UNIT)  # [BLOCK_H, 1]
     q0 = columns(q_rows, 0, 128, in_heads, BF16_NATIVE)  # [BLOCK_H, 128]
-    q1 = columns(q_rows, 128, 128, in_heads, BF16_NATIVE)
-    q2 = columns(q_rows, 256, 128, in_heads, BF16_NATIVE)
-    q3 = columns(q_rows, 384, 128, in_heads, BF16_NATIVE)
+    if LATENT == 512:
+        q1 = columns(q_rows, 128, 128, in_heads, BF16_NATIVE)
+        q2 = columns(q_rows, 256, 128, in_heads, BF16_NATIVE)
+        q3 = columns(q_rows, 384, 128, in_heads, BF16_NATIVE)
     if ROPE > 0:
         q_rope = columns(q_rows, LATENT, ROPE, in_heads, BF16_NATIVE)  # [BLOCK_H, ROPE]
 
@@ -143,9 +145,10 @@ def sparse_attention_kernel(
     m = tl.full([BLOCK_H], -1.0e30, tl.float32)  # running maximum, base 2
     total = tl.zeros([BLOCK_H], tl.float32)  # running sum
     acc0 = tl.zeros([BLOCK_H, 128], tl.float32)
-    acc1 = tl.zeros([BLOCK_H, 128], tl.float32)
-    acc2 = tl.zeros([BLOCK_H, 128], tl.float32)
-    acc3 = tl.zeros([BLOCK_H, 128], tl.float32)
+    if LATENT == 512:
+        acc1 = tl.zeros([BLOCK_H, 128], tl.float32)
+        acc2 = tl.zeros([BLOCK_H, 128], tl.float32)
+        acc3 = tl.zeros([BLOCK_H, 128], tl.float32)
     if extra_ptr is None:
         ahead = tl.load(indices_row + begin + n, mask=begin + n < end, other=-1)  # [BLOCK_N], slots of the next step
     else:
@@ -174,18 +177,20 @@ def sparse_attention_kernel(
             scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         v0 = columns(rows, 0, 128, valid, BF16_NATIVE)  # [BLOCK_N, 128]
         scores += tl.dot(q0, tl.trans(v0))  # folded into the product by the compiler; Triton 2.1 has no accumulator to pass
-        v1 = columns(rows, 128, 128, valid, BF16_NATIVE)
-        scores += tl.dot(q1, tl.trans(v1))
-        v2 = columns(rows, 256, 128, valid, BF16_NATIVE)
-        scores += tl.dot(q2, tl.trans(v2))
-        v3 = columns(rows, 384, 128, valid, BF16_NATIVE)
-        scores += tl.dot(q3, tl.trans(v3))
+        if LATENT == 512:
+            v1 = columns(rows, 128, 128, valid, BF16_NATIVE)
+            scores += tl.dot(q1, tl.trans(v1))
+            v2 = columns(rows, 256, 128, valid, BF16_NATIVE)
+            scores += tl.dot(q2, tl.trans(v2))
+            v3 = columns(rows, 384, 128, valid, BF16_NATIVE)
+            scores += tl.dot(q3, tl.trans(v3))
         m, total, decay, p = softmax_step(m, total, scores, valid, scale_log2)
         p = dot_operand(p, BF16_NATIVE)
         acc0 = acc0 * decay[:, None] + tl.dot(p, v0)  # [BLOCK_H, 128]
-        acc1 = acc1 * decay[:, None] + tl.dot(p, v1)
-        acc2 = acc2 * decay[:, None] + tl.dot(p, v2)
-        acc3 = acc3 * decay[:, None] + tl.dot(p, v3)
+        if LATENT == 512:
+            acc1 = acc1 * decay[:, None] + tl.dot(p, v1)
+            acc2 = acc2 * decay[:, None] + tl.dot(p, v2)
+            acc3 = acc3 * decay[:, None] + tl.dot(p, v3)
 
     lse_row = lse_ptr + split * lse_stride_p + b * lse_stride_b + s * lse_stride_s
     inverse = finish(lse_row, lse_stride_h, sink_ptr, m, total, h, in_heads, IS_SPLIT)
@@ -195,9 +200,10 @@ def sparse_attention_kernel(
     out_rows = out_ptr + (split * out_stride_p + b * out_stride_b + s * out_stride_s) * STRIDE_UNIT
     out_rows += h[:, None] * (out_stride_h.to(tl.int64) * STRIDE_UNIT) + tl.arange(0, 128)[None, :]  # [BLOCK_H, 128]
     store_as(out_rows, acc0 * inverse, written, BF16_NATIVE)
-    store_as(out_rows + 128, acc1 * inverse, written, BF16_NATIVE)
-    store_as(out_rows + 256, acc2 * inverse, written, BF16_NATIVE)
-    store_as(out_rows + 384, acc3 * inverse, written, BF16_NATIVE)
+    if LATENT == 512:
+        store_as(out_rows + 128, acc1 * inverse, written, BF16_NATIVE)
+        store_as(out_rows + 256, acc2 * inverse, written, BF16_NATIVE)
+        store_as(out_rows + 384, acc3 * inverse, written, BF16_NATIVE)
 
 
 _launcher = TritonLauncher(sparse_attention_kernel)
@@ -230,7 +236,8 @@ def launch(
         q: [B, S, H, 512 + ROPE] bf16. kv: [W, 512 + ROPE] bf16, or [blocks, block_size, 512 + ROPE] bf16 or [.., 656 or 528]
             uint8, whole rows that follow one another within a block. ROPE is 64, or 0 where q has no rotary part; that of FP8
             rows, if they have one, is not read then.
-            Or [blocks, block_size, 584] uint8 of fp8_v4, and q [B, S, H, 512].
+            Or [blocks, block_size, 584] uint8 of fp8_v4, and q [B, S, H, 512]. Or BF16 rows with a latent of 128 in place of
+            512, as wide as out and q have it.
         indices: [B, S, K] int32. lengths: [B, S] int32. attn_sink: [H] float32.
         extra_kv_cache, extra_indices [B, S, E], extra_lengths [B, S]: a second cache like kv, and its list.
         fp8: `fp8_constants`.
@@ -314,7 +321,7 @@ def launch(
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({} if coded is None else {**fp8, **coded}),
+        **({"LATENT": out.shape[-1]} if coded is None else {**fp8, **coded}),
     )
 
 
@@ -345,7 +352,9 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterato
         rows = rows_of_layout(layout)
         # blocks of 64 tokens, padded for FP8 so that slots are divided into block and offset
         padded, pitch = layout.is_quantized, layout.row_pitch
-        constants = {**fp8_constants(arch, e4m3_native=e4m3_native), **CODED_ROWS[rows]} if padded else {}
+        constants = {"LATENT": layout.value_width}
+        if padded:
+            constants = {**fp8_constants(arch, e4m3_native=e4m3_native), **CODED_ROWS[rows]}
         for number, ((max_heads, config), is_split) in enumerate([*((each, False) for each in table), (table[-1], True)]):
             for extra in (False, True) if number == 0 else (rows == V4_ROWS.value,):
                 cache, lengths = "*u8" if padded else "*bf16", None if is_split else "*i32"

@@ -1,39 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepGEMM's functions of the DSA indexer, by its names, on every device: scores of FP8 queries against FP8 keys.
-
-An engine that calls DeepGEMM for its indexer can call these instead where DeepGEMM has no kernels. Arguments are DeepGEMM's, up
-to version 2.8. Differences: what a query token does not see is always -inf, so `clean_logits` and `schedule_meta` change
-nothing; FP4 and MX scales are refused.
-Source: DeepGEMM `csrc/apis/attention.hpp`.
-"""
+"""Scores of all keys that a query token sees: FP8 queries against FP8 keys that have a float32 scale each."""
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator, default_device
-from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse, rounded_rows
+from mla_portable.contracts.values import describe, refuse, rounded_rows
+from mla_portable.deep_gemm.arguments import integer, pair, score_rows
 from mla_portable.dispatch import opaque, unchecked
 from mla_portable.errors import InvalidArgument
 from mla_portable.kit.rules import check_cache, check_dense, check_tensor, shape_of
 from mla_portable.layouts import INDEX, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, IndexerLogitsRagged
 
-__all__ = [
-    "fp8_fp4_mqa_logits",
-    "fp8_fp4_paged_mqa_logits",
-    "fp8_mqa_logits",
-    "fp8_paged_mqa_logits",
-    "get_num_sms",
-    "get_paged_mqa_logits_metadata",
-]
-
-_ROW_ALIGNMENT: Final = 256
-"""Rows of scores are whole multiples of 1024 bytes apart, as DeepGEMM's are: top-k kernels read them in wide loads."""
 _SCRATCH_ELEMENTS: Final = 1 << 24
 """Scores that are held besides the result when it is compressed: 64 MiB."""
 _E4M3: Final = torch.float8_e4m3fn
@@ -70,7 +53,7 @@ def fp8_fp4_mqa_logits(
     where = "fp8_fp4_mqa_logits"
     queries = _queries(where, q, "[M, H, 128]")
     num_tokens, num_heads, _ = queries.shape
-    keys, scales = _pair(where, "kv", kv, "([N, 128] float8_e4m3fn, [N] float32)")
+    keys, scales = pair(where, "kv", kv, "([N, 128] float8_e4m3fn, [N] float32)")
     num_keys = shape_of(where, "kv[0]", keys, 2, "[N, 128]")[0]
     check_tensor(where, "kv[0]", keys, _E4M3, (num_keys, INDEX_HEAD_SIZE), queries.device, "[N, 128]")
     check_tensor(where, "kv[1]", scales, torch.float32, (num_keys,), queries.device, "[N]")
@@ -78,15 +61,15 @@ def fp8_fp4_mqa_logits(
     for name, each in (("cu_seq_len_k_start", cu_seq_len_k_start), ("cu_seq_len_k_end", cu_seq_len_k_end)):
         check_tensor(where, name, each, torch.int32, (num_tokens,), queries.device, "[M]")
     if not isinstance(clean_logits, bool):
-        max_seqlen_k = _count(where, "clean_logits", clean_logits)
-    max_seqlen_k = _count(where, "max_seqlen_k", max_seqlen_k)
+        max_seqlen_k = integer(where, "clean_logits", clean_logits)
+    max_seqlen_k = integer(where, "max_seqlen_k", max_seqlen_k)
     _check_logits_dtype(where, logits_dtype)
     if max_seqlen_k == 0:
-        out = _rows(num_tokens, num_keys, queries.device)
+        out = score_rows(num_tokens, num_keys, queries.device)
         ranges = cu_seq_len_k_start, cu_seq_len_k_end
         return _ragged(queries)(queries, weights, keys, scales, *ranges, out=out).to(logits_dtype)
     try:
-        compressed = _rows(num_tokens, max_seqlen_k, queries.device)
+        compressed = score_rows(num_tokens, max_seqlen_k, queries.device)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):  # says so itself
             raise
@@ -99,7 +82,7 @@ def fp8_fp4_mqa_logits(
     for begin in range(0, num_tokens if num_columns else 0, step):
         some = slice(begin, min(begin + step, num_tokens))
         starts, ends = cu_seq_len_k_start[some], cu_seq_len_k_end[some]
-        scores = _rows(some.stop - begin, num_keys, queries.device)
+        scores = score_rows(some.stop - begin, num_keys, queries.device)
         _ragged(queries[some])(queries[some], weights[some], keys, scales, starts, ends, out=scores)
         taken = starts.clamp(min=0).unsqueeze(1) + column  # [m, num_columns]
         found = scores.gather(1, taken.clamp(max=num_keys - 1))
@@ -125,8 +108,8 @@ def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: 
     if context_lens.dim() not in (1, 2):
         refuse(where, "context_lens", f"shape {list(context_lens.shape)}", _LENGTHS)
     check_tensor(where, "context_lens", context_lens, torch.int32, context_lens.shape, context_lens.device, _LENGTHS)
-    _count(where, "block_kv", block_kv, least=1)
-    num_sms = _count(where, "num_sms", num_sms, least=1)
+    integer(where, "block_kv", block_kv, least=1)
+    num_sms = integer(where, "num_sms", num_sms, least=1)
     return torch.zeros((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
 
 
@@ -167,7 +150,7 @@ def fp8_fp4_paged_mqa_logits(
     check_tensor(where, "context_lens", context_lens, torch.int32, lengths_shape, device, _LENGTHS)
     columns = shape_of(where, "block_table", block_table, 2, "[B, columns]")[1]
     check_tensor(where, "block_table", block_table, torch.int32, (batch, columns), device, "[B, columns]")
-    max_context_len = _count(where, "max_context_len", max_context_len)
+    max_context_len = integer(where, "max_context_len", max_context_len)
     _check_logits_dtype(where, logits_dtype)
     if context_lens.dim() == 1:
         starts = torch.arange(0, rows + 1, next_n, dtype=torch.int32, device=device)
@@ -176,7 +159,7 @@ def fp8_fp4_paged_mqa_logits(
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         lengths = context_lens.reshape(-1).contiguous()  # of one column of a wider tensor, reshape makes a strided view
         table = block_table if next_n == 1 else block_table.repeat_interleave(next_n, dim=0)
-    out = _rows(rows, max_context_len, device)
+    out = score_rows(rows, max_context_len, device)
     promised = "uniform_query_len", "whole_tables"
     score = unchecked(INDEXER_LOGITS, queries, *promised, num_heads=heads, rows=rounded_rows(rows), **facts)
     score(queries.reshape(rows, heads, width), weights, pages, starts, lengths, table, out=out)
@@ -211,15 +194,9 @@ def fp8_paged_mqa_logits(
     return fp8_fp4_paged_mqa_logits((q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len)
 
 
-def _pair(where: str, argument: str, value: Any, expected: str) -> tuple[Any, Any]:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        refuse(where, argument, describe(value), f"a pair {expected}")
-    return value[0], value[1]  # pyright: ignore[reportUnknownVariableType]
-
-
 def _queries(where: str, q: Any, axes: str) -> Tensor:
     """The queries of a pair of them and None, of the dimensions in `axes`."""
-    values, scales = _pair(where, "q", q, f"({axes} float8_e4m3fn, None)")
+    values, scales = pair(where, "q", q, f"({axes} float8_e4m3fn, None)")
     if scales is not None:
         remedy = "Multiply the scales of FP8 queries into weights; leave the indexer's cache in FP8."
         refuse(where, "q", "queries with scales of their own (FP4 or MX)", "(float8_e4m3fn, None)", remedy)
@@ -249,20 +226,7 @@ def _pages(where: str, kv_cache: Any, device: torch.device) -> tuple[Tensor, dic
     return pages, check_cache(where, "kv_cache", pages, device, INDEX, kv_layout=INDEX_FP8.name)._asdict()
 
 
-def _count(where: str, argument: str, value: Any, least: int = 0) -> int:
-    """An integer of Python's or numpy's; no bool, and no tensor, which would have to be read back."""
-    count: Any = index(value) if hasattr(value, "__index__") and not isinstance(value, (bool, Tensor)) else value
-    check_count(where, argument, count, least, INT32_MAX)
-    return count
-
-
 def _check_logits_dtype(where: str, logits_dtype: Any) -> None:
     if logits_dtype not in _LOGITS_DTYPES:
         got = logits_dtype if isinstance(logits_dtype, torch.dtype) else describe(logits_dtype)
         refuse(where, "logits_dtype", got, " or ".join(map(str, _LOGITS_DTYPES)))
-
-
-def _rows(num_rows: int, width: int, device: torch.device) -> Tensor:
-    """[num_rows, width] float32, not filled."""
-    stride = -(-width // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    return torch.empty((num_rows, stride), dtype=torch.float32, device=device)[:, :width]
