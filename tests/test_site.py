@@ -138,3 +138,8 @@ def test_no_docstring_of_the_reference_loses_words(as_markdown: Any) -> None:
         text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
         words = re.findall(r"\w+", text)
         assert re.findall(r"\w+", as_markdown(text)) == words, f"{module}.{name}"
+
+
+def test_a_docstring_that_nobody_converted_is_found() -> None:
+    assert site_pages.unconverted("<p>Attend.</p>\n<p>Args:\n    q: rows.\nRaises: InvalidArgument.</p>") == ["Args", "Raises"]
+    assert site_pages.unconverted("<p>Attend.</p>\n<p><strong>Args</strong>:</p>") == []
