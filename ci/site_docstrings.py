@@ -12,7 +12,7 @@ from typing import Any
 
 import griffe
 
-_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Source|Yields):(?: (.*))?$")
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Source):(?: (.*))?$")
 _NAMES = r"(\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*): "
 _FIRST = re.compile(rf"(^|\. ){_NAMES}")
 _LATER = re.compile(rf"(\. ){_NAMES}")  # of a line that continues an entry
