@@ -4,8 +4,8 @@
 
     ci/gates.py [--release] [GATE ...]
 
-generated    MATRIX.md or matrix.json is not what runs, profiles, declarations and costs say, or docs/benchmarks.md, one of
-             its pictures or docs/accuracy.md is not what runs say
+generated    MATRIX.md, matrix.json or FEATURES.md is not what runs, profiles, declarations and costs say, or one of
+             docs/benchmarks.md, its pictures and docs/accuracy.md is not what runs say
 untested     a limit of a declaration that the conformance suite has no case for
 claims       what implementations that ran in the newest release declare now and did not prove there: reported; with --release
              refused
@@ -53,7 +53,7 @@ def differences() -> list[str]:
         if there != wanted:
             lines = difflib.unified_diff(there.splitlines(), wanted.splitlines(), lineterm="", n=0)
             shown = [line[:160] for line in islice(lines, 2, 14)]
-            found.append("\n".join([f"{path.name} is not what the runs say; run `{command}`", *shown]))
+            found.append("\n".join([f"{path.name} is not what runs and declarations say; run `{command}`", *shown]))
     return found
 
 

@@ -19,6 +19,7 @@ OUTSIDE = {
     "SECURITY.md": "SECURITY.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "capability/MATRIX.md": "capability/MATRIX.md",
+    "capability/FEATURES.md": "capability/FEATURES.md",
 }
 """Path in the repository -> path on the site."""
 
@@ -71,3 +72,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     places = {place: path for path, place in OUTSIDE.items()}
     own = page.file.src_uri
     return for_the_site(markdown, places.get(own, f"docs/{own}"), config.repo_url or "")
+
+
+def unconverted(output: str) -> list[str]:
+    """Names of the sections of docstrings that stand in a page as they are written, not as ci/site_docstrings.py makes them."""
+    return re.findall(r"^(?:<p>)?(Args|Attributes|Returns|Raises):", output, re.MULTILINE)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Refuse a page of the reference whose docstrings nobody converted."""
+    from mkdocs.exceptions import PluginError
+
+    found = unconverted(output) if page.file.src_uri.startswith("reference/") else []
+    if found:
+        raise PluginError(f"{page.file.src_uri}: {len(found)} sections of docstrings, {found[0]} first, are no Markdown")
+    return output

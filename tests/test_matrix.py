@@ -328,7 +328,7 @@ def test_a_time_is_that_of_the_costs(matrix: Matrix) -> None:
 def test_the_files_are_written_and_read(tmp_path: Path, matrix: Matrix) -> None:
     shutil.copytree(CAPABILITY / "profiles", tmp_path / "profiles")
     write_run(tmp_path / "0.1.0" / "h200-2026-11-20-somebody.json.gz", ran(*QUICK))
-    data, text = generated(tmp_path, ACME).items()
+    data, text, _ = generated(tmp_path, ACME).items()
     for path, content in (data, text):
         path.write_text(content)
     whole = read_matrix(tmp_path)

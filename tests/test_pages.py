@@ -18,7 +18,7 @@ from compiling import KEPT
 from mla_portable.capability.run import EngineTime, Run, runs_in
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs/dev", ROOT / "capability", *ROOT.glob("backends/*"), *ROOT.glob("examples/*"))
+FOLDERS = (ROOT, *ROOT.glob("docs/**/"), ROOT / "capability", *ROOT.glob("backends/*"), *ROOT.glob("examples/*"))
 PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md") if page.name != "MATRIX.md")
 BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write the matrix of a folder of records, matrix.json and MATRIX.md, from its runs.
+"""Write the matrix of a folder of records, matrix.json and MATRIX.md, from its runs, and FEATURES.md from declarations.
 
 ci/release/matrix.py [--records DIR]       DIR/<release>/*.json.gz and DIR/profiles; default: capability/
 """
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from features import PAGE as FEATURES
+from features import features_page
 from proofs import proofs_of, results_of
 from suite import TodaysSuite, suite_of_release
 
@@ -140,7 +142,8 @@ def generated(folder: Path, registry: Registry | None = None) -> dict[Path, str]
     """Path -> what should stand there. Raises: RecordError."""
     registry = registry or Registry(environ={}, probe=False, costs="measured")
     matrix = make_matrix(folder, registry, read_runs(folder, registry, all_profiles(folder)))
-    return {folder / DATA: matrix_text(matrix), folder / PAGE: page(matrix)}
+    pages = {PAGE: page(matrix), FEATURES: features_page(registry.implementations())}
+    return {folder / DATA: matrix_text(matrix), **{folder / name: text for name, text in pages.items()}}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -199,7 +199,7 @@ class Support(Features):
                 "block_size", str(r.block_size), f"{layout.name} has blocks of {layout.block_size}", "name another layout"
             )
         if r.num_heads is not None and not self._accepts_heads(r.num_heads):
-            yield Reason("num_heads", str(r.num_heads), f"supports {self._heads_text()}", "change tensor parallelism")
+            yield Reason("num_heads", str(r.num_heads), f"supports {self.heads_text()}", "change tensor parallelism")
         for subject, allowed, multiple, most, remedy in (
             ("topk", None, self.topk_multiple, None, "pad the indices with -1"),
             ("extra_topk", None, self.topk_multiple, None, "pad the indices with -1"),
@@ -272,7 +272,8 @@ class Support(Features):
             return f"supports {_words(self.topks)}"
         return f"at most {self.max_topk}{f', or one of {_words(self.topks)}' if self.topks else ''}"
 
-    def _heads_text(self) -> str:
+    def heads_text(self) -> str:
+        """The counts of heads that are accepted, in words; "" for every count."""
         parts: list[str] = []
         if self.num_heads is not None:
             parts.append(_words(self.num_heads))

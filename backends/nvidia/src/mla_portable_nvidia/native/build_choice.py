@@ -97,7 +97,7 @@ _TIMES: Final[Mapping[Shape, _Times]] = {
     BF16_WIDE.shape: _Times(1.22, 7.9, 1.4),
 }
 """Of an H200, by least regret over the cuts of 550 shapes; those of 64 heads were moved later, as its times were:
-`docs/dev/nvidia-kernels.md`. Only the ratios matter, which are taken to be those of rows without rope and of two lists as
+`docs/dev/nvidia/cuts.md`. Only the ratios matter, which are taken to be those of rows without rope and of two lists as
 well."""
 _SIZES: Final = (2, 3, 4, 5, 6, 7, 8, MAX_SPLITS)
 """Of clusters; those between 8 and 16 blocks leave too many multiprocessors idle."""

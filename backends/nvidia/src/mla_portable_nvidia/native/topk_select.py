@@ -29,7 +29,7 @@ CANDIDATES: Final = 8192
 MAX_TOPK: Final = CANDIDATES // 2
 """What leaves room for a tile of other candidates."""
 _PART: Final = 4096
-"""Scores that are worth a block of a cluster. H200, 2026-11-22: docs/dev/nvidia-kernels.md."""
+"""Scores that are worth a block of a cluster. H200, 2026-11-22: docs/dev/nvidia/topk-select.md."""
 _CLUSTERS: Final = (16, 8, 7, 6, 5, 4, 3, 2)
 _LARGEST_CLUSTER: Final = {"sm90": 16, "sm100": 16, "sm103": 16, "sm120": 8, "sm121": 8}
 """Blocks of a cluster; none elsewhere."""
