@@ -694,7 +694,7 @@ def test_warm_runs_layers_of_the_model_that_is_named():
     assert {each.num_heads for each in seen if each.primitive == INDEXER_SELECT} == {32}
     assert {(each.qk_head_dim, each.v_head_dim) for each in seen if each.primitive == MASKED_PREFILL} == {(256, 256)}
     refused = invoke("warm", "--device", "cpu", "--model", "deepseek-v4", code=2).stderr
-    assert "--model" in refused and "deepseek-v3.2, glm-5 (got 'deepseek-v4')" in refused
+    assert "--model" in refused and "glm-5, mistral-large-4 (got 'deepseek-v4')" in refused
 
 
 def test_warm_fails_where_nothing_serves():

@@ -30,6 +30,7 @@ from mla_portable.flash_mla import cuda
 Call = tuple[Callable[..., Any], dict[str, Any]]
 
 INDEX_TENSORS = {"q": (e4m3(T, H, 128), None), "weights": f32(T, H)}
+CANDIDATES = {"metadata": u8(8 * T * 2), "num_max_sparse_blocks": 2, "sparse_block_kv": 8}
 STARTS = {"cu_seqlens_qo": i32(3), "cu_seqlens_kv": i32(3), "max_seqlen_qo": 0, "max_seqlen_kv": 0}
 DOORS: dict[str, dict[str, Any]] = {
     "flash_mla_with_kvcache": {
@@ -88,12 +89,24 @@ DOORS: dict[str, dict[str, Any]] = {
         "schedule_meta": None,
         "max_context_len": 99,
     },
+    "fp8_fp4_sparse_mqa_logits": {
+        "q": (e4m3(T, H, 128), i32(T, H)), "kv": (e4m3(W, 128), i32(W)), "weights": bf16(T, H), **CANDIDATES
+    },
+    "fp8_fp4_paged_sparse_mqa_logits": {
+        "q": (e4m3(T, 1, H, 128), i32(T, 1, H)), "kv_cache": u8(BLOCKS, 64, 1, 132), "weights": bf16(T, H), **CANDIDATES
+    },
 }  # fmt: skip
 OLDER_NAMES = {"fp8_mqa_logits": "fp8_fp4_mqa_logits", "fp8_paged_mqa_logits": "fp8_fp4_paged_mqa_logits"}
 for _older, _name in OLDER_NAMES.items():
     DOORS[_older] = {**DOORS[_name], "q": DOORS[_name]["q"][0]}
-NO_GRADIENT = {"get_mla_metadata", "get_mla_decoding_metadata", "get_paged_mqa_logits_metadata"}
-"""They read lengths alone, which are integers."""
+NO_GRADIENT = {
+    "get_mla_metadata",
+    "get_mla_decoding_metadata",
+    "get_paged_mqa_logits_metadata",
+    "get_sparse_mqa_logits_metadata",
+    "get_paged_sparse_mqa_logits_metadata",
+}
+"""They read lengths and lists of blocks alone, which are integers."""
 
 
 def door(name: str) -> Call:

@@ -25,7 +25,7 @@ NEED_TRITON_3 = {
     "topk_select",
 }
 """Kernels that the plugin offers from Triton 3.0 on alone."""
-TAKE_THEMSELVES_OUT = {"e4m3_packed", "early_start", "paired_columns"}
+TAKE_THEMSELVES_OUT = {"e4m3_packed", "early_start", "paired_columns", "rotary"}
 """Helpers that define something else, or nothing, where Triton lacks a name."""
 IN_MATH = {"div_rn", "exp2", "log2"}
 """To be written `tl.math.`: `tl` itself has them since Triton 3 only."""

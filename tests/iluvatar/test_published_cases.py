@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import oracle
 import pytest
 import torch
@@ -32,9 +34,9 @@ def wrong_slots(topk, owner, table, *, block_size):
     return torch.where(topk < 0, 0, topk), (topk >= 0).sum(1, dtype=torch.int32)
 
 
-def reads_holes(solve):
+def reads_holes(solve, layout):
     def attend(q, kv, indices, **keywords):
-        out, lse = solve(q, kv, indices.clamp(0, 79), **keywords)
+        out, lse = solve(q, kv, indices.clamp(0, 79), kv_layout=layout, **keywords)
         return out.bfloat16(), lse.float()
 
     return attend
@@ -59,10 +61,10 @@ def test_they_catch_what_they_are_for(primitive):
     machine = registry()
     (implementation,) = (i for i in machine.implementations(primitive) if i.name == "reference.torch")
     wrong = {
-        CONVERT_INDICES: wrong_slots,
-        SPARSE_DECODE: reads_holes(oracle.sparse_decode),
-        SPARSE_PREFILL: reads_holes(oracle.sparse_prefill),
-        INDEXER_LOGITS: scores_without_relu,
+        CONVERT_INDICES: lambda layout: wrong_slots,
+        SPARSE_DECODE: partial(reads_holes, oracle.sparse_decode),
+        SPARSE_PREFILL: partial(reads_holes, oracle.sparse_prefill),
+        INDEXER_LOGITS: lambda layout: scores_without_relu,
     }[primitive]
     cases = published(implementation, machine.facts("cpu"))
     cases = [
@@ -70,4 +72,4 @@ def test_they_catch_what_they_are_for(primitive):
     ]  # a plugin's that another test loaded
     assert cases
     for case in cases:
-        assert run_case(case, wrong, CPU).status == "failed", case.id
+        assert run_case(case, wrong(case.request.kv_layout), CPU).status == "failed", case.id

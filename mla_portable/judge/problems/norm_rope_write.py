@@ -44,7 +44,7 @@ from mla_portable.judge.problems.shapes import (
     storages,
 )
 from mla_portable.judge.problems.stage import Problem, Results, Stage
-from mla_portable.layouts import FP8_DS_MLA, INDEX, INDEX_FP8, INDEX_HEAD_SIZE, KV_LORA_RANK, LAYOUTS, Cache, layout_names
+from mla_portable.layouts import FP8_DS_MLA, INDEX, INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS, Cache, layout_names
 from mla_portable.primitives import NORM_ROPE_WRITE
 
 TOLERANCES: Final = {
@@ -454,7 +454,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     slots = workshop.permutation(blocks * block_size)[:tokens]
     positions = workshop.permutation(max(tokens, _BENCH_POSITIONS))[:tokens] % _BENCH_POSITIONS
     cos_sin = table_of("yarn", _BENCH_POSITIONS, rope or _ROPE).to(workshop.device)
-    weights: dict[str, Any] = {"q_norm": workshop.normal(_BENCH_Q), "kv_norm": workshop.normal(KV_LORA_RANK)}
+    weights: dict[str, Any] = {"q_norm": workshop.normal(_BENCH_Q), "kv_norm": workshop.normal(layout.value_width)}
     index_norm = workshop.normal(INDEX_HEAD_SIZE).float(), workshop.normal(INDEX_HEAD_SIZE).float()
     q_out = workshop.empty(tokens, _BENCH_Q, dtype=torch.bfloat16)
     judged = spread(tokens, _JUDGED_TOKENS, workshop.device)
