@@ -98,8 +98,8 @@ _KIT = (
     *("kernel_kinds", "mixed_load", "drawn_weights", "timing", "run_logged", "transformers_truth", "faults", "kit"),
 )
 _ACCURACY = (
-    *("corpus", "questions", "forms", "chosen_keys", "network", "training", "stored", "own_answers", "asked_engines"),
-    *("verdict", "command"),
+    *("corpus", "questions", "forms", "chosen_keys", "network", "training", "stored", "own_answers", "own_selections"),
+    *("asked_engines", "verdict", "command"),
 )
 
 

@@ -7,12 +7,15 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+from mla_portable.judge.problems.selections import read_selections
 
 ROOT = Path(__file__).parents[1]
 TEXT = [path.read_text() for path in sorted((ROOT / "mla_portable" / "planner").glob("*.py"))]
@@ -213,3 +216,28 @@ def test_the_slope_of_a_text_is_what_another_scale_makes_of_it(accuracy: Any) ->
     apart = (logprobs(1.002) - logprobs(0.998)) / math.log(1.002 / 0.998)
     assert slopes.abs().max() > 1e-3
     torch.testing.assert_close(slopes.double(), apart, rtol=0.02, atol=1e-4)
+
+
+def test_what_its_indexers_choose_is_kept_for_benchmarks(accuracy: Any, tmp_path: Path) -> None:
+    for form, wide in ((accuracy.forms.V32, False), (accuracy.forms.GLM5, False), (accuracy.forms.V32, True)):
+        small = accuracy.forms.toy(form)
+        small = replace(small, index_dim=128) if wide else small
+        network = accuracy.network.Network(small).requires_grad_(False)
+        path = tmp_path / f"{form.name}-{wide}.npz"
+        accuracy.own_selections.write_own_selections(path, network, range(128), made="a test")
+        found = read_selections(path)
+        layers = [number for number, own in enumerate(small.indexed) if own]
+        assert found.layers.tolist() == layers and found.topk == small.topk and found.made == "a test"
+        assert found.seen.tolist() == [*range(51, 79), *range(101, 129)] and len(list(found.runs())) == 2
+        assert (found.index is not None) == wide
+        if wide:
+            # the inputs of the indexer give the choice of its rows
+            index = found.index
+            scores = torch.einsum("ishd,ind->ishn", index.queries.float(), index.keys.float()).relu()
+            scores = (scores * index.weights[..., None]).sum(2)
+            scores.masked_fill_(torch.arange(128) >= torch.from_numpy(index.seen)[:, None], -math.inf)
+            wanted = scores.topk(small.topk).indices.sort().values
+            chosen = (
+                torch.from_numpy(found.positions[[layers.index(n) for n in index.layers], -index.seen.size :]).sort().values
+            )
+            assert (wanted == chosen).float().mean() > 0.9, "but for the rounding of inputs"

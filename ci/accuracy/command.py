@@ -35,6 +35,7 @@ from asked_engines import PROMPTS, Asked, engines
 from corpus import default_roots, documents, make_corpus
 from network import Network
 from own_answers import answers, scale_slopes
+from own_selections import SELECTIONS, write_own_selections
 from stored import write_checkpoint
 from verdict import Verdict
 
@@ -80,8 +81,10 @@ def trained(form: forms.Form, folder: Path, options: argparse.Namespace) -> None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PROMPTS).write_text(json.dumps({"made": made, "prompts": prompts}))
     names = write_checkpoint(folder, form.config(), network.state_dict())
-    total = sum((folder / name).stat().st_size for name in (*names, PROMPTS))
-    print(f"{folder}: {len(names) + 1} files, {total / 2**20:.1f} MiB, {made['seconds']} s", flush=True)
+    text = f"a prompt of {asked[0]['length']} tokens of text {corpus.digest[:16]}, seed {options.seed}"
+    write_own_selections(folder / SELECTIONS, network, asked[0]["tokens"], made=text)
+    total = sum((folder / name).stat().st_size for name in (*names, PROMPTS, SELECTIONS))
+    print(f"{folder}: {len(names) + 2} files, {total / 2**20:.1f} MiB, {made['seconds']} s", flush=True)
 
 
 def evaluate(wanted: Sequence[Asked], heads: int, out: Path, *, parallel: int, end: float) -> dict[Asked, judge.Done]:
