@@ -53,11 +53,11 @@ def test_the_commands_of_the_page_show_what_the_page_says(environment):
     assert [(r["subject"], r["limit"]) for r in acme["reasons"]] == [("topk", "a multiple of 64")]
 
 
-@pytest.mark.parametrize("device", ["a100", "h200", "b200", "mi300x"])
-def test_it_is_no_candidate_on_other_vendors_devices(environment, device):
-    answer = mla_portable("explain", "sparse_decode", "--layout", "bf16", "--device", device, env=environment)
-    acme = next(c for c in answer["candidates"] if c["implementation"] == "acme.v1")
-    assert "vendor" in [reason["subject"] for reason in acme["reasons"]] and answer["chosen"] != "acme.v1"
+def test_it_is_a_candidate_on_its_own_vendors_devices_alone(environment):
+    for device in ("h200", "mi300x"):
+        answer = mla_portable("explain", "sparse_decode", "--layout", "bf16", "--device", device, env=environment)
+        acme = next(c for c in answer["candidates"] if c["implementation"] == "acme.v1")
+        assert "vendor" in [reason["subject"] for reason in acme["reasons"]] and answer["chosen"] != "acme.v1"
     own = ["--device", "acme-1", "--records", str(EXAMPLE / "acme")]
     assert mla_portable("explain", "sparse_decode", "--layout", "bf16", *own, env=environment)["chosen"] == "acme.v1"
 

@@ -174,7 +174,7 @@ def registry(decode: Callable[..., Any]) -> Registry:
 
 
 def kernel(*, without: str = "") -> Callable[..., Any]:
-    """The reference on rows in bfloat16; `without` a scale it is wrong."""
+    """The reference on the rows that are named, in bfloat16; `without` a scale it is wrong."""
 
     def decode(
         q: Tensor,
@@ -186,7 +186,12 @@ def kernel(*, without: str = "") -> Callable[..., Any]:
         softmax_scale: float,
         **keywords: Any,
     ) -> Any:
-        values = torch.cat(SCALED.split(kv_cache, torch.float32), dim=-1).bfloat16()  # e4m3 is exact in bfloat16
+        slots = kv_cache.shape[0] * kv_cache.shape[1]
+        there = (indices >= 0) & (indices < slots)
+        named = indices.where(there, 0).unique().long()
+        rows = kv_cache[named // kv_cache.shape[1], named % kv_cache.shape[1]].unsqueeze(1)  # blocks of one
+        values = torch.cat(SCALED.split(rows, torch.float32), dim=-1).bfloat16()  # e4m3 is exact in bfloat16
+        indices = torch.searchsorted(named, indices.long()).where(there, -1).to(torch.int32)
         factor = 1.0 if without == "kv_scale" else float(kv_scale)
         queries = 1.0 if q_scale is None or without == "q_scale" else float(q_scale)
         out, lse = decode_reference(q.bfloat16(), values, indices, softmax_scale=softmax_scale * factor * queries, **keywords)

@@ -20,7 +20,7 @@ from machines import A100, H200
 from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_kit import cases, compare, fixture, judging, kit, server_of, small
-from sglang_version import FUSED, SELECTORS
+from sglang_version import FUSED
 from test_sglang_plugin import pretend
 from torch import Tensor
 
@@ -150,7 +150,6 @@ def test_an_extend_reads_the_rows_of_the_device(impl: str, fp8: bool):
     assert torch.equal(slots, mapping[elsewhere.long()].to(torch.int32)) and not torch.equal(slots, elsewhere)
 
 
-@pytest.mark.skipif(not SELECTORS, reason="0.5.16 does not swap rows in for drafts")
 @KINDS
 def test_drafts_are_verified_over_swapped_rows(impl: str, fp8: bool):
     case = replace(DECODE, name="dsa_sparse_target_verify", forward_mode=ForwardMode.TARGET_VERIFY, extend_lens=(3, 3, 3))
