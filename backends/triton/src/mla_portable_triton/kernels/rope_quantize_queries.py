@@ -50,13 +50,12 @@ def _index_queries(
     row = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # [BLOCK_R]
     token, head = row // HEADS, row % HEADS
     given = token < num_tokens
-    there = given[:, None]  # [BLOCK_R, 1]
     source = (query_ptr + (token * stride_t + head * stride_h) * STRIDE_UNIT)[:, None]
-    a, b = load_halves(source + FIRST, there, BLOCK_R, HALF, BLOCK_HALF, INTERLEAVED)  # [BLOCK_R, BLOCK_HALF] each
+    a, b = load_halves(source + FIRST, given, BLOCK_R, HALF, BLOCK_HALF, INTERLEAVED)  # [BLOCK_R, BLOCK_HALF] each
     if BLOCK_REST > 0:
         r = tl.arange(0, BLOCK_REST)[None, :]  # [1, BLOCK_REST]
         r_column = r + (2 * HALF if FIRST == 0 else 0)
-        kept = there & (r < KEY - 2 * HALF)  # [BLOCK_R, BLOCK_REST]
+        kept = given[:, None] & (r < KEY - 2 * HALF)  # [BLOCK_R, BLOCK_REST]
         rest = tl.load(source + r_column, mask=kept, other=0.0)
     weight = tl.load(weight_ptr + token * weight_stride_t + head, mask=given, other=0.0)  # [BLOCK_R]
     cos, sin = cosines_and_sines(cos_sin_ptr, positions_ptr, token, given, last_position, cos_sin_stride, i, HALF)
@@ -75,7 +74,7 @@ def _index_queries(
     a_scaled, scale = scaled_tile(a_turned, amax_bits, True)
     b_scaled, scale = scaled_tile(b_turned, amax_bits, True)
     a_code, b_code = e4m3_encode(a_scaled, E4M3_NATIVE), e4m3_encode(b_scaled, E4M3_NATIVE)
-    store_halves(target + FIRST, a_code, b_code, there, BLOCK_R, HALF, BLOCK_HALF, INTERLEAVED)
+    store_halves(target + FIRST, a_code, b_code, given, BLOCK_R, HALF, BLOCK_HALF, INTERLEAVED)
     if BLOCK_REST > 0:
         scaled, scale = scaled_tile(rest, amax_bits, True)
         tl.store(target + r_column, e4m3_encode(scaled, E4M3_NATIVE), mask=kept)
@@ -96,16 +95,15 @@ def _queries(
     row = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # [BLOCK_R]
     token, head = row // HEADS, row % HEADS
     given = token < num_tokens
-    there = given[:, None]  # [BLOCK_R, 1]
     source = (query_ptr + (token * stride_t + head * stride_h) * STRIDE_UNIT + FIRST)[:, None]
-    a, b = load_halves(source, there, BLOCK_R, HALF, BLOCK_HALF, INTERLEAVED)  # [BLOCK_R, BLOCK_HALF] each
+    a, b = load_halves(source, given, BLOCK_R, HALF, BLOCK_HALF, INTERLEAVED)  # [BLOCK_R, BLOCK_HALF] each
     cos, sin = cosines_and_sines(cos_sin_ptr, positions_ptr, token, given, last_position, cos_sin_stride, i, HALF)
     a, b = to_float32(a, BF16_NATIVE), to_float32(b, BF16_NATIVE)
     cos, sin = to_float32(cos, BF16_NATIVE), to_float32(sin, BF16_NATIVE)
     a_turned, _ = rounded(a * cos - b * sin, BF16_NATIVE)
     b_turned, _ = rounded(b * cos + a * sin, BF16_NATIVE)
     target = (out_ptr + (token * out_stride_t + head * out_stride_h) * STRIDE_UNIT + OUT_FIRST)[:, None]
-    store_halves(target, a_turned, b_turned, there, BLOCK_R, HALF, BLOCK_HALF, INTERLEAVED)
+    store_halves(target, a_turned, b_turned, given, BLOCK_R, HALF, BLOCK_HALF, INTERLEAVED)
 
 
 @triton.jit(

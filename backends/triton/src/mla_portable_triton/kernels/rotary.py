@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
+from mla_portable_triton.kernels.paired_columns import load_pairs
 
 
 @triton.jit
@@ -24,57 +25,49 @@ def pair_columns(i, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     return first, second
 
 
-if hasattr(tl, "join"):
+@triton.jit
+def load_halves(rows, there, HEIGHT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two numbers of each pair [HEIGHT, BLOCK_HALF] of bf16 rows [HEIGHT, 1] pointers at the first rotary column, 0 where
+    not `there` [HEIGHT]."""
+    if INTERLEAVED and HALF == BLOCK_HALF:
+        a, b = load_pairs(rows, 0, there, HEIGHT, 2 * HALF)
+    else:
+        i = tl.arange(0, BLOCK_HALF)[None, :]
+        first, second = pair_columns(i, HALF, INTERLEAVED)
+        a = tl.load(rows + first, mask=there[:, None] & (i < HALF), other=0.0)
+        b = tl.load(rows + second, mask=there[:, None] & (i < HALF), other=0.0)
+    return a, b
 
-    @triton.jit
-    def load_halves(rows, there, HEIGHT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-        """The two numbers of each pair [HEIGHT, BLOCK_HALF] of rows [HEIGHT, 1] pointers at the first rotary column, 0 where
-        not `there` [HEIGHT, 1]."""
-        if INTERLEAVED and HALF == BLOCK_HALF:
-            tile = tl.load(rows + tl.arange(0, 2 * HALF)[None, :], mask=there, other=0.0)
-            a, b = tl.split(tl.reshape(tile, (HEIGHT, HALF, 2)))
-        else:
-            i = tl.arange(0, BLOCK_HALF)[None, :]
-            first, second = pair_columns(i, HALF, INTERLEAVED)
-            a = tl.load(rows + first, mask=there & (i < HALF), other=0.0)
-            b = tl.load(rows + second, mask=there & (i < HALF), other=0.0)
-        return a, b
+
+@triton.jit
+def _store_apart(rows, a, b, there, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    first, second = pair_columns(i, HALF, INTERLEAVED)
+    tl.store(rows + first, a, mask=there[:, None] & (i < HALF))
+    tl.store(rows + second, b, mask=there[:, None] & (i < HALF))
+
+
+if hasattr(tl, "join"):
 
     @triton.jit
     def store_halves(
         rows, a, b, there, HEIGHT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
     ):
-        """The opposite of `load_halves`."""
+        """The opposite of `load_halves`, of rows of any type, which `a` and `b` have."""
         if INTERLEAVED and HALF == BLOCK_HALF:
             tile = tl.reshape(tl.join(a, b), (HEIGHT, 2 * HALF))
-            tl.store(rows + tl.arange(0, 2 * HALF)[None, :], tile, mask=there)
+            tl.store(rows + tl.arange(0, 2 * HALF)[None, :], tile, mask=there[:, None])
         else:
-            i = tl.arange(0, BLOCK_HALF)[None, :]
-            first, second = pair_columns(i, HALF, INTERLEAVED)
-            tl.store(rows + first, a, mask=there & (i < HALF))
-            tl.store(rows + second, b, mask=there & (i < HALF))
+            _store_apart(rows, a, b, there, HALF, BLOCK_HALF, INTERLEAVED)
 
 else:
 
     @triton.jit
-    def load_halves(rows, there, HEIGHT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-        """The two numbers of each pair [HEIGHT, BLOCK_HALF] of rows [HEIGHT, 1] pointers at the first rotary column, 0 where
-        not `there` [HEIGHT, 1]."""
-        i = tl.arange(0, BLOCK_HALF)[None, :]
-        first, second = pair_columns(i, HALF, INTERLEAVED)
-        a = tl.load(rows + first, mask=there & (i < HALF), other=0.0)
-        b = tl.load(rows + second, mask=there & (i < HALF), other=0.0)
-        return a, b
-
-    @triton.jit
     def store_halves(
         rows, a, b, there, HEIGHT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
     ):
-        """The opposite of `load_halves`."""
-        i = tl.arange(0, BLOCK_HALF)[None, :]
-        first, second = pair_columns(i, HALF, INTERLEAVED)
-        tl.store(rows + first, a, mask=there & (i < HALF))
-        tl.store(rows + second, b, mask=there & (i < HALF))
+        """The opposite of `load_halves`, of rows of any type, which `a` and `b` have."""
+        _store_apart(rows, a, b, there, HALF, BLOCK_HALF, INTERLEAVED)
 
 
 @triton.jit
