@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from checkpoint import ALIKE
+
 
 @dataclass(frozen=True)
 class Form:
@@ -75,26 +77,7 @@ class Form:
             "index_topk": self.topk,
             "first_k_dense_replace": self.layers + 1,
             "mlp_layer_types": ["dense"] * self.layers,
-            "moe_layer_freq": 1,
-            "moe_intermediate_size": 256,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "routed_scaling_factor": 2.5,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-            "initializer_range": 0.02,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
+            **ALIKE,
             "num_nextn_predict_layers": 0,
             "max_position_embeddings": self.positions,
             **rope,

@@ -31,6 +31,31 @@ _QUERY_GAIN: Final = 1.5  # attention logits get a spread of about 2: some tens 
 _OUTPUT_GAIN: Final = 4.0  # what attention adds is about as large as what it is added to
 _LOGIT_GAIN: Final = 1.0  # spread of the output logits
 
+ALIKE: Final[dict[str, Any]] = {
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.5,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""Of config.json, what all small checkpoints have. Experts are described because the configuration must name them; no layer has
+any."""
+
 
 def v32_config(heads: int) -> dict[str, Any]:
     """config.json of the small model."""
@@ -52,28 +77,8 @@ def v32_config(heads: int) -> dict[str, Any]:
         "index_n_heads": INDEX_HEADS,
         "index_head_dim": INDEX_DIM,
         "index_topk": TOPK,
-        # Experts are described because the configuration must name them; no layer has any, nor one that drafts.
         "first_k_dense_replace": LAYERS + 1,
-        "moe_layer_freq": 1,
-        "moe_intermediate_size": 256,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "routed_scaling_factor": 2.5,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "initializer_range": 0.02,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
+        **ALIKE,
         "max_position_embeddings": 32_768,
         "rope_theta": 10000,
         # "rope_type" beside "type" is refused by vLLM 0.24 with transformers 5
